@@ -1,0 +1,1366 @@
+"""DeepSeek-V4.1-Flash, the backbone. Read top to bottom; what is unusual comes first.
+
+    term of the paper                        here                              tensors
+    layer modes, sources, candidate pool     plan_layers                       (config.json)
+    rotary positions, YaRN                   rotary_frequencies, rotate
+    main KV, index keys, window KV           Cache                             890 bytes of global KV per token
+    Compressed Sparse Attention 2 (CSA2)     Attention, SparseAttention        attn.wq_a ... attn.wo_b, attn.attn_sink
+      compressed latent, open groups         Compressor                        attn.compressor.*
+      hierarchical sparse indexer            Indexer, select_top               attn.indexer.*
+    mixture of experts                       Gate, Experts, MoE                ffn.*
+    Single-Pass mHC, four residual streams   hyper_connection, Sinkhorn        hc_attn_*, hc_ffn_*
+    Causal Encoder-Decoder (CED)             Transformer.encode, .decode       layers.0-19 and 20-39
+    Engram                                   engram.py                         engram.*
+    DSpark draft head                        dspark.py                         mtp.*
+    vision tower                             vision.py                         vision.*, aligner.*
+
+One forward serves prompts, chunks, single tokens, verification of drafts and replay: it appends S >= 1 tokens at each
+row's own position, and what a query may read follows from positions alone. Layers hand each other the residual
+streams, pre_mix, the selection of rows and the candidate pool as arguments and results; history lives in a Cache that
+the caller owns; modules hold weights and nothing else.
+
+Letters in shapes: B rows of a batch, S new tokens, Q a block of queries, K window positions, n compressed rows, k
+selected rows, N residual streams, D hidden size, H heads, d head_dim, m compression ratio, W sliding window.
+
+Left out: training, batching of requests, kernels.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engram import Engram, EngramIndex
+from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
+                   dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
+from vision import Aligner, VisionConfig, VisionTower
+
+
+# ------------------------------------------------------------------------------------------ configuration and layer plan
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN settings of the layers with compressed rows."""
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The published config.json, its nested text_config laid flat; fields carry the published names."""
+    vocab_size: int
+    hidden_size: int                    # D
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int            # H
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    n_routed_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    sliding_window: int                 # W
+    compress_ratios: tuple[int, ...]    # m of every layer, draft layers included; 0: window only
+    compress_rope_theta: float
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int                        # N, residual streams
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_vocab_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    num_nextn_predict_layers: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
+    dspark_target_layer_ids: tuple[int, ...]
+    dspark_markov_rank: int
+    dspark_n_routed_experts: int
+    dspark_num_experts_per_tok: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    image_token_id: int
+    vision_config: VisionConfig | None = None
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> ModelConfig:
+        """Read a config.json. ValueError names the key that is missing, contradictory or not what the model computes;
+        unknown keys are listed once on stderr."""
+        path = Path(path)
+        try:
+            published = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"there is no configuration at {path}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+            raise ValueError(f"{path} is not a readable JSON file: {error}") from None
+        return cls.from_dict(published, str(path))
+
+    @classmethod
+    def from_dict(cls, published: dict[str, Any], source: str = "config") -> ModelConfig:
+        if not isinstance(published, dict) or not isinstance(published.get("text_config"), dict):
+            raise ValueError(f"{source}: the key text_config is missing")
+        if not isinstance(published.get("quantization_config"), dict):
+            raise ValueError(f"{source}: the key quantization_config is missing")
+        flat = {**published["text_config"], **{k: v for k, v in published.items() if k.endswith("_token_id")}}
+        for where, given in (("", flat), ("quantization_config.", published["quantization_config"])):
+            for key, wanted in _ONLY.items():
+                if key.startswith(where) and "." not in key[len(where):] and given.get(key[len(where):], wanted) != wanted:
+                    raise ValueError(f"{source}: {key} = {given[key[len(where):]]!r}; this model computes {wanted!r} only")
+        vision = published.get("vision_config")
+        known = {f.name for f in fields(cls)}
+        unknown = set(flat) - known - {k.split(".")[-1] for k in _ONLY} - _IGNORED
+        unknown |= set(published) - _TOP_LEVEL - known
+        unknown |= {f"vision_config.{k}" for k in vision or {}} - {f"vision_config.{f.name}" for f in fields(VisionConfig)} - {
+            "vision_config.model_type"}
+        if unknown:
+            print(f"{source}: unknown keys, ignored: {', '.join(sorted(unknown))}", file=sys.stderr)
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name == "vision_config":
+                values[f.name] = None if vision is None else _section(VisionConfig, vision, f"{source}: vision_config.")
+            elif f.name == "rope_scaling":
+                values[f.name] = _section(RopeScaling, flat.get(f.name) or {}, f"{source}: rope_scaling.")
+            elif f.name not in flat:
+                raise ValueError(f"{source}: the key {f.name} is missing")
+            else:
+                values[f.name] = _typed(f.type, flat[f.name], f"{source}: {f.name}")
+        config = cls(**values)
+        plan_layers(config)
+        return config
+
+    @property
+    def decoder_start(self) -> int | None:
+        """First layer of the causal decoder: the last KV source, when it is a Full layer of ratio 1; else None."""
+        last = self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else None
+        return last if last is not None and self.compress_ratios[last] == 1 and last in self.index_source_layer_ids else None
+
+
+# keys with a single value that this model computes, and keys that say nothing about the mathematics
+_ONLY = {"num_key_value_heads": 1, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+         "tie_word_embeddings": False, "n_shared_experts": 1, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
+         "quantization_config.quant_method": "fp8", "quantization_config.activation_scheme": "dynamic",
+         "quantization_config.weight_block_size": [32, 32], "quantization_config.scale_fmt": "ue8m0",
+         "quantization_config.expert_dtype": "fp4"}
+_IGNORED = {"model_type", "initializer_range", "use_cache"}
+_TOP_LEVEL = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "quantization_config",
+              "text_config", "vision_config"}
+
+
+def _typed(kind: str, value: Any, name: str) -> Any:
+    kind = str(kind)
+    if kind.startswith("tuple"):
+        if not isinstance(value, (list, tuple)) or any(type(v) is not int for v in value):
+            raise ValueError(f"{name} = {value!r} is not a list of integers")
+        return tuple(value)
+    fits = {"int": type(value) is int, "float": type(value) in (int, float), "bool": type(value) is bool}.get(kind, True)
+    if not fits:
+        raise ValueError(f"{name} = {value!r} is not of type {kind}")
+    return float(value) if kind == "float" else value
+
+
+def _section(kind: type, values: dict[str, Any], name: str) -> Any:
+    out = {}
+    for f in fields(kind):
+        if f.name not in values and f.default is MISSING:
+            raise ValueError(f"{name}{f.name} is missing")
+        if f.name in values:
+            out[f.name] = _typed(f.type, values[f.name], name + f.name)
+    return kind(**out)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer is. Everything structural is decided here, once."""
+    layer: int
+    mode: str                  # "window": sliding window only; "full", "reindex", "reuse": Compressed Sparse Attention 2
+    ratio: int                 # m: tokens per compressed row, 0 for window only
+    kv_source: int | None      # the layer whose main KV rows this layer attends to
+    index_source: int | None   # the layer whose selection of rows it uses
+    makes_pool: bool           # candidate source of the hierarchical indexer
+    uses_pool: bool            # confined to the candidate pool
+    part: str                  # "encoder", "decoder" (causal encoder-decoder) or "draft"
+    engram: int | None         # index of its Engram table
+
+
+def plan_layers(config: ModelConfig) -> tuple[LayerPlan, ...]:
+    """The backbone's layers, then the draft layers. Every contradiction of a configuration raises a ValueError here that
+    names the key and the layer."""
+    c = config
+    _check_sizes(c)
+    n, total = c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers
+    if len(c.compress_ratios) != total:
+        raise ValueError(f"compress_ratios has {len(c.compress_ratios)} entries; num_hidden_layers + "
+                         f"num_nextn_predict_layers = {total} are needed")
+    for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
+        ids = getattr(c, key)
+        if list(ids) != sorted(set(ids)):
+            raise ValueError(f"{key} = {list(ids)} must ascend without repeats")
+        for i in ids:
+            if not 0 <= i < n:
+                raise ValueError(f"{key} names layer {i}, but there are {n} layers")
+    for i in c.kv_source_layer_ids:
+        if i not in c.index_source_layer_ids:
+            raise ValueError(f"layer {i} is in kv_source_layer_ids but not in index_source_layer_ids: new rows need an index")
+    pool = c.candidate_source_layer_id
+    if pool >= 0 and pool not in c.index_source_layer_ids:
+        raise ValueError(f"candidate_source_layer_id = {pool} is not in index_source_layer_ids")
+    plans, kv_source, index_source = [], None, None
+    for i, ratio in enumerate(c.compress_ratios[:n]):
+        if ratio < 0:
+            raise ValueError(f"compress_ratios[{i}] = {ratio} is negative")
+        is_kv, is_index = i in c.kv_source_layer_ids, i in c.index_source_layer_ids
+        if ratio == 0 and (is_kv or is_index):
+            raise ValueError(f"layer {i} has compress_ratios 0 (window only) but is in "
+                             f"{'kv_source_layer_ids' if is_kv else 'index_source_layer_ids'}")
+        kv_source = i if is_kv else kv_source
+        index_source = i if is_index else index_source
+        if ratio > 0:
+            if kv_source is None:
+                raise ValueError(f"layer {i} has compress_ratios {ratio} but no layer up to it is in kv_source_layer_ids")
+            if c.compress_ratios[kv_source] != ratio:
+                raise ValueError(f"layer {i} has compress_ratios {ratio} but its KV source, layer {kv_source}, has "
+                                 f"{c.compress_ratios[kv_source]}")
+        uses_pool = is_index and 0 <= pool < i
+        if uses_pool and kv_source != max(s for s in c.kv_source_layer_ids if s <= pool):
+            raise ValueError(f"layer {i} draws on the candidate pool of layer {pool} but has another KV source, "
+                             f"layer {kv_source}: candidate_source_layer_id does not fit")
+        mode = "window" if ratio == 0 else "full" if is_kv else "reindex" if is_index else "reuse"
+        start = c.decoder_start
+        plans.append(LayerPlan(
+            i, mode, ratio, kv_source if ratio else None, index_source if ratio else None, i == pool, uses_pool,
+            "decoder" if start is not None and i >= start else "encoder",
+            c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None))
+    for i in range(n, total):
+        if c.compress_ratios[i] != 0:
+            raise ValueError(f"compress_ratios[{i}] = {c.compress_ratios[i]}: a draft layer attends to its window only")
+        plans.append(LayerPlan(i, "window", 0, None, None, False, False, "draft", None))
+    return tuple(plans)
+
+
+def _check_sizes(c: ModelConfig) -> None:
+    for key in ("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+                "qk_rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "n_routed_experts", "num_experts_per_tok",
+                "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks",
+                "candidate_block_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings"):
+        if getattr(c, key) < 1:
+            raise ValueError(f"{key} = {getattr(c, key)} must be at least 1")
+    blocks = [("hidden_size", c.hidden_size), ("q_lora_rank", c.q_lora_rank), ("head_dim", c.head_dim),
+              ("index_head_dim", c.index_head_dim), ("moe_intermediate_size", c.moe_intermediate_size),
+              ("o_groups * o_lora_rank", c.o_groups * c.o_lora_rank)]
+    if c.engram_layer_ids:
+        blocks.append(("engram_head_dim", c.engram_head_dim))
+    for key, value in blocks:
+        if value % 32:
+            raise ValueError(f"{key} = {value} is not a multiple of 32, the block of the quantised formats")
+    if c.num_attention_heads % c.o_groups:
+        raise ValueError(f"o_groups = {c.o_groups} does not divide num_attention_heads = {c.num_attention_heads}")
+    if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > min(c.head_dim, c.index_head_dim):
+        raise ValueError(f"qk_rope_head_dim = {c.qk_rope_head_dim} must be even and at most head_dim and index_head_dim")
+    if c.num_experts_per_tok > c.n_routed_experts:
+        raise ValueError(f"num_experts_per_tok = {c.num_experts_per_tok} exceeds n_routed_experts = {c.n_routed_experts}")
+    if c.candidate_source_layer_id >= 0 and (c.candidate_topk_blocks - 1) * c.candidate_block_size + 1 < c.index_topk:
+        raise ValueError(f"candidate_topk_blocks = {c.candidate_topk_blocks}: a pool of {c.candidate_block_size}-row blocks "
+                         f"can hold fewer reachable rows than index_topk = {c.index_topk}")
+    if len(c.engram_layer_ids) != len(c.engram_num_embeddings):
+        raise ValueError(f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for "
+                         f"{len(c.engram_layer_ids)} engram_layer_ids")
+    if c.num_nextn_predict_layers:
+        if c.dspark_block_size < 1 or not c.dspark_target_layer_ids:
+            raise ValueError("num_nextn_predict_layers > 0 needs dspark_block_size > 0 and dspark_target_layer_ids")
+        if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
+            raise ValueError(f"dspark_num_experts_per_tok = {c.dspark_num_experts_per_tok} exceeds "
+                             f"dspark_n_routed_experts = {c.dspark_n_routed_experts}")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "engram_pad_token_id",
+                "dspark_noise_token_id"):
+        if not 0 <= getattr(c, key) < c.vocab_size:
+            raise ValueError(f"{key} = {getattr(c, key)} is not a token: vocab_size = {c.vocab_size}")
+
+
+# ---------------------------------------------------------------------------------------------------- rotary positions
+
+def rotary_frequencies(width: int, theta: float, yarn: RopeScaling | None = None) -> Tensor:
+    """Frequencies float32 [width / 2] of the rotated dims: computed in float64, rounded once. YaRN blends each one
+    between its own and its factor-th part along a ramp over the pairs."""
+    j = np.arange(width // 2, dtype=np.float64)
+    freqs = theta ** (-2 * j / width)
+    if yarn is not None:
+        def correction(rotations: float) -> float:  # the pair that makes this many turns within the original context
+            return width * np.log(yarn.original_max_position_embeddings / (2 * np.pi * rotations)) / (2 * np.log(theta))
+        low = max(np.floor(correction(yarn.beta_fast)), 0)
+        high = min(np.ceil(correction(yarn.beta_slow)), width - 1)
+        ramp = np.clip((j - low) / max(high - low, 1e-3), 0, 1)
+        freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
+    return torch.from_numpy(freqs.astype(np.float32))
+
+
+class Rotation(NamedTuple):
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Rotation:
+    """cos and sin [..., 1, pairs] at integer positions [...]. The angle is one float32 product in both modes: a float64
+    angle would be another model (at position 10^6 one float32 ulp of the angle is 0.06 rad)."""
+    angle = (positions.to(torch.float32).unsqueeze(-1) * freqs).to(arith).unsqueeze(-2)
+    return Rotation(angle.cos(), angle.sin())
+
+
+def rotate(x: Tensor, table: Rotation, inverse: bool = False) -> Tensor:
+    """Rotate adjacent pairs (2i, 2i+1) of the last dims of x [..., heads, d] and round them to bfloat16; the dims before
+    stay. `inverse` turns back (the conjugate)."""
+    cos, sin = table
+    width = 2 * cos.shape[-1]
+    even, odd = x[..., -width:].to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)                 # [..., heads, pairs]
+    a, b = (even * cos + odd * sin, odd * cos - even * sin) if inverse else (even * cos - odd * sin, even * sin + odd * cos)
+    return torch.cat([x[..., :-width], to_bf16(torch.stack([a, b], -1).flatten(-2))], -1)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+class Chunk:
+    """The new tokens of one forward, S of them right padded for each row of the batch: where they stand and where the
+    history before them lies. Computed once, read by every layer; `updates` holds what the cache takes over at its end.
+
+    A history of depth L is a ring: position p lies in slot p % L. Layers read it joined with the chunk's own rows
+    ([B, L + S], flattened), so a chunk of any length sees what came before it and overwrites nothing.
+    """
+
+    def __init__(self, starts: list[int], counts: list[int], first: list[int], width: int, window: int,
+                 device: torch.device, appends: bool = True) -> None:
+        self.starts, self.counts, self.first_seen, self.width, self.window = starts, counts, first, width, window
+        self.ends = [s + c for s, c in zip(starts, counts)]
+        self.appends = appends  # replay reads compressed rows and writes none
+        self.start, self.end, self.first = torch.tensor([starts, self.ends, first], device=device).unsqueeze(-1)  # [B, 1]
+        self.positions = self.start + torch.arange(width, device=device)                                      # [B, S]
+        self.updates: dict[tuple, Tensor] = {}
+        self._index: dict[tuple, Any] = {}
+
+    def on(self, device: torch.device) -> Chunk:
+        """The same chunk with its indices on another device; updates go to the same commit."""
+        if device == self.start.device:
+            return self
+        twin = Chunk(self.starts, self.counts, self.first_seen, self.width, self.window, device, self.appends)
+        twin.updates = self.updates
+        return twin
+
+    def _rows(self, depth: int) -> Tensor:                                                     # offset of each row, [B, 1]
+        return torch.arange(len(self.starts), device=self.start.device).unsqueeze(-1) * (depth + self.width)
+
+    def join(self, ring: Tensor, new: Tensor, key: tuple | None = None) -> Tensor:
+        """ring [B, L, ...] and the chunk's rows [B, S, ...] as one flat [B * (L + S), ...]. The ring's next state is
+        noted for the commit under `key`."""
+        joined = torch.cat([ring, new], 1).flatten(0, 1)
+        if key is not None:
+            self.updates[key] = self.next_ring(joined, ring.shape[1])
+        return joined
+
+    def next_ring(self, joined: Tensor, depth: int) -> Tensor:
+        """The ring after this chunk, [B, L, ...]: a slot keeps its row unless a new token has taken the place."""
+        if depth not in self._index:
+            slot = torch.arange(depth, device=joined.device)
+            latest = self.end - 1 - (self.end - 1 - slot) % depth                              # [B, L]
+            keep = torch.where(latest >= self.start, depth + latest - self.start, slot)
+            self._index[depth] = (keep + self._rows(depth)).flatten()
+        return joined.index_select(0, self._index[depth]).view(len(self.starts), depth, *joined.shape[1:])
+
+    def locate(self, positions: Tensor, depth: int, first: Tensor | int = 0) -> Tensor:
+        """Where positions [B, K] lie in `join`'s result, flattened. A position before `first` or after the chunk gives the
+        place of the nearest live one, so that nothing dead is ever read; the caller masks it."""
+        live = torch.minimum(positions.clamp_min(first), self.end - 1)
+        place = torch.where(live >= self.start, depth + live - self.start, live % depth)
+        return (place + self._rows(depth)).flatten()
+
+    def window_block(self, q0: int, q1: int, depth: int) -> tuple[Tensor, Tensor | None]:
+        """For queries q0..q1-1: the place of every window row that one of them may see, flat [B * K] with
+        K = W - 1 + q1 - q0, and a mask [B, Q, 1, K] that is True where query i must not see position j (None: it sees
+        all). Query at position p sees max(first, p - W + 1)..p."""
+        key = (q0, q1, depth)
+        if key not in self._index:
+            wanted = self.start + torch.arange(q0 - self.window + 1, q1, device=self.start.device)         # [B, K]
+            hidden = None
+            if q1 - q0 > 1 or any(s + q0 - self.window + 1 < f for s, f in zip(self.starts, self.first_seen)):
+                ahead = self.positions[:, q0:q1, None] - wanted[:, None]                                      # [B, Q, K]
+                hidden = ((ahead < 0) | (ahead >= self.window) | (wanted < self.first)[:, None]).unsqueeze(2)
+            self._index[key] = self.locate(wanted, depth, self.first), hidden
+        return self._index[key]
+
+    def blocks(self, per_query: int) -> Iterator[tuple[int, int]]:
+        """Queries in blocks whose working set, at `per_query` bytes for one query of one row, stays bounded."""
+        size = max(1, min(QUERY_BLOCK, WORKING_SET // max(1, per_query * len(self.starts))))
+        return ((q, min(q + size, self.width)) for q in range(0, self.width, size))
+
+
+WORKING_SET = 256 << 20   # bytes of intermediate results that attention and indexer aim at
+QUERY_BLOCK = 64          # longer blocks waste products outside the band of the window
+
+
+class Snapshot(NamedTuple):
+    lengths: list[int]
+    window_start: dict[str, list[int]]
+    rings: dict[tuple, Tensor]
+    highest: list[int]
+    cuts: int
+
+
+class Cache:
+    """The history of a batch of sequences, stored as the paper says and owned by the caller.
+
+    Global KV, kept for every token: main KV rows (E2M1 nibbles, E4M3 scales) and index keys (E2M1 nibbles, E8M0 scales) of
+    each KV source, in storage that grows in steps. Local state, rings of fixed depth: window rows (E4M3 codes, E8M0
+    scales) of the last W - 1 + R tokens for every layer, float32 open compression groups of the last m - 1 + R, and the
+    last max_ngram - 1 + R compressed token ids for Engram, where R is the longest rollback. Rings are replaced, never
+    written in place: a snapshot costs nothing.
+
+    `lengths` are the tokens each row holds. `window_start` is, per part, the first position of the contiguous window
+    rows present: skipping decoder layers (bounded prefill) moves it.
+    """
+
+    PARTS = ("encoder", "decoder", "draft")
+
+    def __init__(self, config: ModelConfig, num: Numerics, batch_size: int, max_length: int, device: torch.device,
+                 rollback: int | None = None) -> None:
+        if batch_size < 1 or max_length < 1:
+            raise ValueError(f"a cache needs batch_size and max_length of at least 1, not {batch_size} and {max_length}")
+        c, on = config, num.fake_quant
+        self.config, self.num, self.device = config, num, device
+        self.batch_size, self.max_length = batch_size, max_length
+        self.rollback = c.dspark_block_size if rollback is None else rollback
+        self.plans = plan_layers(c)
+        self.lengths = [0] * batch_size
+        self.window_start = {part: [0] * batch_size for part in self.PARTS}
+        self._highest = [0] * batch_size            # the longest that each row's rings have been written to
+        self._cuts: list[list[int]] = []            # lengths after each truncation, to tell whether a snapshot still holds
+        operand = num.operand(device)
+        self.window_rows = RowCodec(c.head_dim, E4M3_E8M0 if on.window_kv else None, operand, device)
+        self.main_rows = RowCodec(c.head_dim, E2M1_E4M3 if on.main_kv else None, operand, device)
+        self.key_rows = RowCodec(c.index_head_dim, E2M1_E8M0 if on.index_key else None, operand, device)
+        self.rings: dict[tuple, Tensor] = {}
+        for plan in self.plans:
+            depth = max(1, c.sliding_window - 1 + self.rollback)
+            self.rings["window", plan.layer] = self._empty(depth, self.window_rows.bytes)
+            if plan.mode == "full" and plan.ratio > 1:
+                for what in ("kv", "score"):
+                    self.rings[what, plan.layer] = self._empty(plan.ratio - 1 + self.rollback, c.head_dim, dtype=torch.float32)
+        if c.engram_layer_ids:
+            depth = max(1, c.engram_max_ngram_size - 1 + self.rollback)
+            self.rings["ngram",] = torch.zeros(batch_size, depth, dtype=torch.int64)     # on the host, like the tables
+        sources = [p.layer for p in self.plans if p.mode == "full"]
+        self.main = {i: self._empty(0, self.main_rows.bytes) for i in sources}      # {KV source: [B, capacity, bytes]}
+        self.keys = {i: self._empty(0, self.key_rows.bytes) for i in sources}
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.zeros(self.batch_size, *shape, dtype=dtype, device=self.device)
+
+    # ------------------------------------------------------------------------------------------------------ appending
+
+    def chunk(self, counts: list[int], width: int, part: str, *, starts: list[int] | None = None,
+              appends: bool = True) -> Chunk:
+        """The chunk that follows what the rows hold: counts[b] new tokens of row b. ValueError past max_length."""
+        starts = self.lengths if starts is None else starts
+        for row, (start, count) in enumerate(zip(starts, counts)):
+            if start + count > self.max_length:
+                raise ValueError(f"row {row} would hold {start + count} tokens, but this cache was made for "
+                                 f"max_length = {self.max_length}")
+        first = [min(f, s) for f, s in zip(self.window_start[part], starts)]
+        return Chunk(list(starts), list(counts), first, width, self.config.sliding_window, self.device, appends)
+
+    def write_compressed(self, source: int, chunk: Chunk, main: Tensor, keys: Tensor) -> None:
+        """Store packed rows main [B, G, bytes] and keys [B, G, bytes] of the groups that this chunk completes."""
+        ratio = self.plans[source].ratio
+        self._grow(source, max(end // ratio for end in chunk.ends))
+        for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends)):
+            j0, j1 = start // ratio, end // ratio
+            if j1 > j0:
+                self.main[source][row, j0:j1] = main[row, : j1 - j0]
+                self.keys[source][row, j0:j1] = keys[row, : j1 - j0]
+
+    def _grow(self, source: int, rows: int) -> None:
+        for store in (self.main, self.keys):
+            old = store[source]
+            if rows > old.shape[1]:
+                limit = -(-self.max_length // self.plans[source].ratio)
+                capacity = min(max(-(-rows // 256) * 256, old.shape[1] * 5 // 4), max(limit, rows))
+                store[source] = self._empty(capacity, old.shape[2])
+                store[source][:, : old.shape[1]] = old
+
+    def commit(self, chunk: Chunk, parts: tuple[str, ...] = PARTS) -> None:
+        """Take over the chunk: an interrupted forward leaves the cache as it was. Parts that did not run over it have no
+        window rows any more."""
+        self.rings.update(chunk.updates)
+        self.lengths = list(chunk.ends)
+        self._highest = [max(h, e) for h, e in zip(self._highest, chunk.ends)]
+        for part in set(self.PARTS) - set(parts):
+            self.window_start[part] = [e if e > s else w for w, s, e in zip(self.window_start[part], chunk.starts, chunk.ends)]
+
+    # --------------------------------------------------------------------------------------------- going back, copying
+
+    def truncate(self, length: int | list[int]) -> None:
+        """Forget the tokens from `length` on (one for all rows, or one each). ValueError when that is further back than
+        the rings reach: `rollback` tokens before the longest length they have held."""
+        lengths = [length] * self.batch_size if isinstance(length, int) else list(length)
+        if len(lengths) != self.batch_size:
+            raise ValueError(f"truncate got {len(lengths)} lengths for {self.batch_size} rows")
+        for row, (n, now, highest) in enumerate(zip(lengths, self.lengths, self._highest)):
+            if not 0 <= n <= now:
+                raise ValueError(f"row {row} holds {now} tokens and cannot be truncated to {n}")
+            if 0 < n < highest - self.rollback and n < now:
+                raise ValueError(f"row {row} cannot go back to {n} tokens: only the last {self.rollback} of {highest} can be "
+                                 f"taken back; keep a snapshot() to go further")
+        self._cut(lengths)
+
+    def _cut(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._highest = [0 if n == 0 else h for n, h in zip(lengths, self._highest)]
+        self._cuts.append(list(lengths))
+        for starts in self.window_start.values():
+            starts[:] = [min(s, n) for s, n in zip(starts, lengths)]
+
+    def reset(self) -> None:
+        """Forget everything; storage is kept."""
+        self._cut([0] * self.batch_size)
+
+    def snapshot(self) -> Snapshot:
+        """The local state now, so that `restore` can come back to it from any later length."""
+        return Snapshot(list(self.lengths), {k: list(v) for k, v in self.window_start.items()}, dict(self.rings),
+                        list(self._highest), len(self._cuts))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this cache. ValueError when rows it counts on were taken back since."""
+        for cut in self._cuts[snapshot.cuts:]:
+            if any(n < kept for n, kept in zip(cut, snapshot.lengths)):
+                raise ValueError("this snapshot no longer holds: the cache has been truncated below it since")
+        self._cut(list(snapshot.lengths))
+        self.rings = dict(snapshot.rings)
+        self.window_start = {k: list(v) for k, v in snapshot.window_start.items()}
+        self._highest = list(snapshot.highest)
+
+    def fork(self) -> Cache:
+        """An independent copy: packed rows are copied, local state is shared until one of the two moves on."""
+        twin = Cache.__new__(Cache)
+        twin.__dict__.update(self.__dict__)
+        twin.lengths, twin._highest, twin._cuts = list(self.lengths), list(self._highest), [list(c) for c in self._cuts]
+        twin.window_start = {k: list(v) for k, v in self.window_start.items()}
+        twin.rings = dict(self.rings)
+        twin.main = {i: t[:, : self._rows_used(i)].clone() for i, t in self.main.items()}
+        twin.keys = {i: t[:, : self._rows_used(i)].clone() for i, t in self.keys.items()}
+        return twin
+
+    # ------------------------------------------------------------------------------------------------------- accounts
+
+    def _rows_used(self, source: int) -> int:
+        return max(self.lengths) // self.plans[source].ratio
+
+    def nbytes(self, what: str = "used") -> int:
+        """Bytes of storage: "allocated", "used" (global KV of the tokens held, and all local state) or "global"."""
+        stores = [*self.main.items(), *self.keys.items()]
+        local = sum(t.nbytes for t in self.rings.values())
+        if what == "allocated":
+            return local + sum(t.nbytes for _, t in stores)
+        held = sum(t[row, : n // self.plans[i].ratio].nbytes for i, t in stores for row, n in enumerate(self.lengths))
+        return held if what == "global" else local + held
+
+    def live_state(self, row: int) -> dict[str, Tensor]:
+        """Everything of a row that a later token can read, in position order: equal for equal histories, whatever the
+        chunks, drafts and rollbacks that led to it."""
+        n, state = self.lengths[row], {"length": torch.tensor(self.lengths[row])}
+        parts = {p.layer: p.part for p in self.plans}
+        for key, ring in self.rings.items():
+            depth = ring.shape[1]
+            if key[0] == "window":
+                back = max(min(n - self.window_start[parts[key[1]]][row], self.config.sliding_window - 1), 0)
+            else:
+                back = n % self.plans[key[1]].ratio if len(key) > 1 else min(n, self.config.engram_max_ngram_size - 1)
+            slots = torch.arange(n - back, n, device=ring.device) % depth
+            state[".".join(map(str, key))] = ring[row, slots]
+        for name, store in (("main", self.main), ("index_key", self.keys)):
+            state |= {f"{name}.{i}": t[row, : n // self.plans[i].ratio] for i, t in store.items()}
+        return state
+
+
+# ----------------------------------------------------------------------------------------------------- selection of rows
+
+def select_top(scores: Tensor, k: int) -> Tensor:
+    """Positions of the k largest scores along the last axis, ascending, int64 [..., min(k, n)]; -inf is never taken and
+    leaves -1, at the end. Equal scores at the cut: the lowest position is taken, on every device."""
+    n = scores.shape[-1]
+    place = torch.arange(n, device=scores.device)
+    if n <= k:
+        chosen = torch.where(scores > -torch.inf, place, n)
+    else:
+        values, chosen = scores.topk(k + 1, dim=-1)
+        cut, chosen = values[..., k - 1 : k], chosen[..., :k]
+        # topk breaks ties as it likes. Where the cut runs through equal scores, take all above it and fill up in order.
+        tied = (values[..., k] == cut.squeeze(-1)) & (cut.squeeze(-1) > -torch.inf)
+        if not scores.is_cuda:
+            rows = tied.nonzero(as_tuple=True)
+            if rows[0].numel():
+                chosen[rows] = _lowest_first(scores[rows], cut[rows], k)
+        else:  # every row, since asking which would wait for the device
+            chosen = torch.where(tied.unsqueeze(-1), _lowest_first(scores, cut, k), chosen)
+        chosen = torch.where(scores.gather(-1, chosen) > -torch.inf, chosen, n)
+    chosen = chosen.sort(-1).values
+    return torch.where(chosen < n, chosen, -1)
+
+
+def _lowest_first(scores: Tensor, cut: Tensor, k: int) -> Tensor:
+    above, equal = scores > cut, scores == cut
+    missing = k - above.sum(-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(-1) <= missing))                                       # k of every row
+    ranks = torch.arange(1, k + 1, device=scores.device).expand(*scores.shape[:-1], k).contiguous()
+    return torch.searchsorted(keep.cumsum(-1), ranks).clamp_max(scores.shape[-1] - 1)
+
+
+def argmax_lowest(x: Tensor) -> Tensor:
+    """Position of the maximum along the last axis, the lowest of equal ones: int64 [...]."""
+    place = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(x == x.amax(-1, keepdim=True), place, x.shape[-1]).amin(-1)
+
+
+# ------------------------------------------------------------------------------------- Compressed Sparse Attention 2
+
+class SparseAttention(nn.Module):
+    """Softmax over the window rows, the selected compressed rows and a sink that has no value: rows are K and V at once."""
+
+    def __init__(self, config: ModelConfig, num: Numerics) -> None:
+        super().__init__()
+        self.num, self.scale = num, config.head_dim ** -0.5
+
+    def forward(self, q: Tensor, window: Tensor, depth: int, sink: Tensor, chunk: Chunk, cache: Cache,
+                source: int | None, selection: Tensor | None) -> Tensor:
+        """q [B, S, H, d]; window: packed rows, history and chunk joined; selection [B, S, k]. -> bf16 [B, S, H, d]"""
+        B, S, H, d = q.shape
+        q = q.to(self.num.operand(q.device))
+        k = 0 if selection is None else selection.shape[-1]
+        sink = sink.to(self.num.arith).view(1, 1, H, 1)
+        out = []
+        for q0, q1 in chunk.blocks((H * (chunk.window + QUERY_BLOCK + k) * 3 + k * d * 2) * self.num.arith.itemsize):
+            Q = q1 - q0
+            place, hidden = chunk.window_block(q0, q1, depth)
+            near = cache.window_rows.unpack(window.index_select(0, place)).view(B, -1, d)                  # [B, K, d]
+            scores = batched_product(q[:, q0:q1].reshape(B, Q * H, d), near.transpose(1, 2), self.num)     # [B, Q H, K]
+            scores = scores.view(B, Q, H, -1)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            parts = [scores]
+            if k:
+                far, empty = self.gather(cache, chunk, source, selection[:, q0:q1], q0)                    # [B, Q, k, d]
+                scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
+                scores = scores.view(B, Q, H, k)
+                parts.append(scores if empty is None else scores.masked_fill(empty.unsqueeze(2), -torch.inf))
+            parts = [torch.cat(parts, -1) * self.scale, sink.expand(B, Q, H, 1)]
+            p = torch.cat(parts, -1).softmax(-1)
+            o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), near.to(p.dtype)).view(B, Q, H, d)
+            if k:
+                o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), far.view(B * Q, k, d).to(p.dtype)).view(o.shape)
+            out.append(to_bf16(o))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def gather(self, cache: Cache, chunk: Chunk, source: int, selection: Tensor, q0: int) -> tuple[Tensor, Tensor | None]:
+        """Unpack the selected rows, after gathering: [B, Q, k, d], and where the selection is empty (None: nowhere)."""
+        store = cache.main[source]
+        row = torch.arange(store.shape[0], device=store.device).view(-1, 1, 1) * store.shape[1]
+        packed = store.flatten(0, 1).index_select(0, (selection.clamp_min(0) + row).flatten())
+        far = cache.main_rows.unpack(packed).view(*selection.shape, -1)
+        if min(chunk.starts) + q0 + 1 >= selection.shape[-1] * cache.plans[source].ratio:
+            return far, None
+        empty = selection < 0
+        return far.masked_fill(empty.unsqueeze(-1), 0), empty    # row 0 stands in for an empty pick: 0 * NaN would be NaN
+
+
+class Compressor(nn.Module):
+    """Latents of the groups of m tokens that a chunk completes. At m > 1 a softmax over the group's tokens, per channel,
+    pools them; the tokens of an open group wait in float32."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, num: Numerics) -> None:
+        super().__init__()
+        self.ratio, self.layer, self.num = plan.ratio, plan.layer, num
+        out = torch.bfloat16 if plan.ratio == 1 else torch.float32
+        self.wkv = Linear(config.hidden_size, config.head_dim, "bf16", num, out_dtype=out)
+        if plan.ratio > 1:
+            self.wgate = Linear(config.hidden_size, config.head_dim, "bf16", num, out_dtype=out)
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, num)
+
+    def forward(self, x: Tensor, chunk: Chunk, cache: Cache) -> tuple[Tensor, Tensor]:
+        """x [B, S, D] -> un-rotated latents [B, G, d] of groups start // m onwards, and the position [B, G] of the first
+        token of each; a row that completes fewer than G groups has meaningless ones at its end."""
+        m = self.ratio
+        groups = max(end // m - start // m for start, end in zip(chunk.starts, chunk.ends))
+        first = (chunk.start // m + torch.arange(groups, device=x.device)) * m                       # [B, G]
+        if m == 1:
+            return self.norm(self.wkv(x))[:, :groups], first
+        members = (first.unsqueeze(-1) + torch.arange(m, device=x.device)).flatten(1)                # [B, G m]
+        pooled = []
+        for what, new in (("kv", self.wkv(x)), ("score", self.wgate(x))):
+            ring = cache.rings[what, self.layer]
+            joined = chunk.join(ring, new, (what, self.layer))
+            place = chunk.locate(members, ring.shape[1])
+            pooled.append(joined.index_select(0, place).view(x.shape[0], groups, m, joined.shape[-1]).to(self.num.arith))
+        kv, score = pooled
+        return self.norm(to_bf16((kv * score.softmax(2)).sum(2))), first
+
+
+class Selection(NamedTuple):
+    """What an index source hands to the layers above it."""
+    rows: Tensor           # [B, S, k] compressed rows, ascending, -1 empty
+    pool: Tensor | None    # [B, S, blocks] candidate pool: block ids, ascending, -1 empty
+
+
+class Indexer(nn.Module):
+    """Hierarchical sparse indexer: scores compressed rows with a few low-precision heads and selects index_topk of them;
+    the candidate source also keeps the best blocks, and the index sources after it look nowhere else."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, num: Numerics, ranks: Ranks) -> None:
+        super().__init__()
+        c = self.config = config
+        self.plan, self.num, self.ranks = plan, num, ranks
+        self.heads = ranks.slice(c.index_n_heads, "index_n_heads")
+        self.wq_b = Linear(c.q_lora_rank, self.heads * c.index_head_dim, "fp8", num)
+        self.weights_proj = Linear(c.hidden_size, self.heads, "bf16", num)
+        if plan.mode == "full":
+            self.wk = Linear(c.head_dim, c.index_head_dim, "bf16", num)
+            self.k_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps, num)
+
+    def key(self, latent: Tensor, table: Rotation, cache: Cache) -> Tensor:
+        """Packed index keys [B, G, bytes] of un-rotated latents [B, G, d]."""
+        return cache.key_rows.pack(rotate(self.k_norm(self.wk(latent)).unsqueeze(2), table).squeeze(2))
+
+    def forward(self, x: Tensor, qr: Tensor, table: Rotation, chunk: Chunk, cache: Cache, pool: Tensor | None) -> Selection:
+        """x [B, S, D], qr [B, S, q_lora] (quantised) -> the selection for every query."""
+        c, plan, arith = self.config, self.plan, self.num.arith
+        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, c.index_head_dim)), table)         # [B, S, h, e]
+        q = fake_quantise(q, E2M1_E8M0, self.num.operand(x.device)) if self.num.fake_quant.index_query else \
+            q.to(self.num.operand(x.device))
+        w = self.weights_proj(x).to(arith).unsqueeze(2)                                              # [B, S, 1, h]
+        n = max(end // plan.ratio for end in chunk.ends)
+        n_blocks = -(-n // c.candidate_block_size)
+        pooled = plan.uses_pool and n_blocks > c.candidate_topk_blocks
+        width = c.candidate_topk_blocks * c.candidate_block_size if pooled else min(n, KEY_BLOCK)
+        rows, pools = [], []
+        for q0, q1 in chunk.blocks((width * (2 * self.heads + c.index_head_dim * pooled) + n) * arith.itemsize):
+            visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).unsqueeze(-1)                  # [B, Q, 1]
+            if pooled:
+                inside = torch.arange(c.candidate_block_size, device=x.device)
+                block = pool[:, q0:q1].unsqueeze(-1)
+                place = torch.where(block >= 0, block * c.candidate_block_size + inside, n).flatten(2)   # [B, Q, P]
+                scores = self.score_gathered(q[:, q0:q1], w[:, q0:q1], place, cache, n)
+                chosen = select_top(scores.masked_fill(place >= visible, -torch.inf), c.index_topk)
+                rows.append(torch.where(chosen < 0, -1, place.gather(-1, chosen.clamp_min(0))))
+                continue
+            scores = self.score_all(q[:, q0:q1], w[:, q0:q1], cache, n)                              # [B, Q, n]
+            scores = scores.masked_fill(torch.arange(n, device=x.device) >= visible, -torch.inf)
+            rows.append(select_top(scores, c.index_topk))
+            if plan.makes_pool:
+                blocks = F.pad(scores, (0, -n % c.candidate_block_size), value=-torch.inf)
+                blocks = blocks.unflatten(-1, (-1, c.candidate_block_size)).amax(-1)                 # [B, Q, n_blocks]
+                newest = (visible - 1).div(c.candidate_block_size, rounding_mode="floor")            # -1 when nothing is visible
+                pinned = torch.arange(n_blocks, device=x.device) == newest
+                pools.append(select_top(blocks.masked_fill(pinned, torch.inf), c.candidate_topk_blocks))
+        return Selection(torch.cat(rows, 1), torch.cat(pools, 1) if pools else pool)
+
+    def score_all(self, q: Tensor, w: Tensor, cache: Cache, n: int) -> Tensor:
+        """sum_h w_h relu(q_h . k_j) for all n rows, [B, Q, n]; keys are unpacked a block at a time. The paper's positive
+        constant is left out: it cannot change the order, and without it exact ties stay ties."""
+        B, Q, h, e = q.shape
+        parts = []
+        for j in range(0, n, KEY_BLOCK):
+            keys = cache.key_rows.unpack(cache.keys[self.plan.kv_source][:, j : min(j + KEY_BLOCK, n)])
+            dots = batched_product(q.reshape(B, Q * h, e), keys.transpose(1, 2), self.num).view(B * Q, h, -1)
+            parts.append(torch.bmm(w.reshape(B * Q, 1, h), dots.relu_()).view(B, Q, -1))
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else w.new_empty(B, Q, 0)
+        return self.ranks.sum(scores)
+
+    def score_gathered(self, q: Tensor, w: Tensor, place: Tensor, cache: Cache, n: int) -> Tensor:
+        """The same for the rows place [B, Q, P] of each query's candidate pool only (n stands for an empty place)."""
+        B, Q, h, e = q.shape
+        store = cache.keys[self.plan.kv_source]
+        row = torch.arange(B, device=q.device).view(-1, 1, 1) * store.shape[1]
+        keys = cache.key_rows.unpack(store.flatten(0, 1).index_select(0, (place.clamp_max(n - 1) + row).flatten()))
+        dots = batched_product(q.reshape(B * Q, h, e), keys.view(B * Q, -1, e).transpose(1, 2), self.num)
+        return self.ranks.sum(torch.bmm(w.reshape(B * Q, 1, h), dots.relu_()).view(B, Q, -1))
+
+
+KEY_BLOCK = 16384   # index keys unpacked at a time
+
+
+class Attention(nn.Module):
+    """Sliding window, and on layers with m > 0 the compressed rows that the index source selected."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, num: Numerics, ranks: Ranks) -> None:
+        super().__init__()
+        c = self.config = config
+        self.plan, self.num = plan, num
+        self.heads = ranks.slice(c.num_attention_heads, "num_attention_heads")
+        self.groups = ranks.slice(c.o_groups, "o_groups")
+        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, "fp8", num)
+        self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, num)
+        self.wq_b = Linear(c.q_lora_rank, self.heads * c.head_dim, "fp8", num)
+        self.wkv = Linear(c.hidden_size, c.head_dim, "fp8", num)
+        self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps, num)
+        self.attn_sink = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
+        self.wo_a = Linear(self.heads * c.head_dim // self.groups, self.groups * c.o_lora_rank, "fp8", num, quantise_input=False)
+        self.wo_b = Linear(self.groups * c.o_lora_rank, c.hidden_size, "fp8", num, reduce=ranks)
+        self.core = SparseAttention(c, num)
+        if plan.mode == "full":
+            self.compressor = Compressor(c, plan, num)
+        if plan.mode in ("full", "reindex"):
+            self.indexer = Indexer(c, plan, num, ranks)
+
+    def forward(self, x: Tensor, given: Selection | None, tables: Tables, chunk: Chunk, cache: Cache) -> tuple[Tensor, Selection | None]:
+        """x [B, S, D], the selection of the layers below -> ([B, S, D], the selection for the layers above)."""
+        plan, table = self.plan, tables.of(self.plan, chunk.positions)
+        quantised = self.wq_a.quantise_input(x)
+        qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
+        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, -1)), table)                       # [B, S, H, d]; no norm per head
+        kv = rotate(self.kv_norm(self.wkv(quantised, True)).unsqueeze(2), table).squeeze(2)          # [B, S, d]
+        ring = cache.rings["window", plan.layer]
+        window = chunk.join(ring, cache.window_rows.pack(kv), ("window", plan.layer))
+        if plan.mode == "full":
+            self.publish(x, tables, chunk, cache)                                                    # the same step reads it
+        if plan.mode in ("full", "reindex"):
+            given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)
+        o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source, given.rows if plan.ratio else None)
+        return self.project(rotate(o, table, inverse=True)), given
+
+    def publish(self, x: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
+        """Write the main KV rows and index keys of the groups that x [B, S, D] completes to the cache."""
+        if not chunk.appends:
+            return
+        latent, first = self.compressor(x, chunk, cache)                                             # [B, G, d]
+        if latent.shape[1]:
+            table = tables.of(self.plan, first)      # a group stands at its first token
+            main = cache.main_rows.pack(rotate(latent.unsqueeze(2), table).squeeze(2))
+            cache.write_compressed(self.plan.layer, chunk, main, self.indexer.key(latent, table, cache))
+
+    def project(self, o: Tensor) -> Tensor:
+        """Grouped output projection of heads [B, S, H, d] -> [B, S, D]."""
+        B, S = o.shape[:2]
+        operand = self.num.operand(o.device)
+        o = o.to(operand).view(B * S, self.groups, -1).transpose(0, 1)                               # [G, B S, H/G d]
+        weight = self.wo_a.dense_weight(operand).to(operand).view(self.groups, -1, o.shape[-1])      # [G, r, H/G d]
+        o = to_bf16(batched_product(o, weight.transpose(1, 2), self.num))                            # [G, B S, r]
+        return self.wo_b(o.transpose(0, 1).reshape(B, S, -1))
+
+
+# --------------------------------------------------------------------------------------------------- mixture of experts
+
+class Gate(nn.Module):
+    """Routing: affinities sqrt(softplus(x w)), never rounded. The bias chooses the experts and is no part of a weight;
+    tokens of an image span have a bias of their own."""
+
+    def __init__(self, config: ModelConfig, experts: int, active: int, num: Numerics) -> None:
+        super().__init__()
+        self.config, self.active, self.num = config, active, num
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size, dtype=torch.bfloat16), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
+        if config.vision_config is not None:
+            self.bias_vl = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor, in_image: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [T, D], in_image bool [T] -> (weights [T, k], experts [T, k]) in descending order of affinity + bias."""
+        scores = F.softplus(product(x, self.weight, self.num.arith)).sqrt()                          # [T, E]
+        bias = self.bias.to(scores.dtype)
+        if in_image is not None:
+            bias = torch.where(in_image.unsqueeze(-1), self.bias_vl.to(scores.dtype), bias)
+        experts = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
+        weights = scores.gather(-1, experts)
+        if self.config.norm_topk_prob and self.active > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.config.routed_scaling_factor, experts
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """silu(gate) * up [* routing weight] of unrounded values, rounded once; limit clamps up on both sides, gate above."""
+    if limit > 0:
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
+    y = F.silu(gate) * up
+    return to_bf16(y if weight is None else y * weight)
+
+
+class ExpertWeight(nn.Module):
+    """One matrix of all experts of this rank, stacked and packed: slice e is the checkpoint's experts.{e}.wX."""
+
+    def __init__(self, experts: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        weight = torch.empty(experts, out_features, in_features // 2, dtype=torch.int8)
+        scale = torch.empty(experts, out_features, in_features // 32, dtype=torch.float8_e8m0fnu)
+        self.weight, self.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+        self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None   # reads packed experts from a file (--offload)
+        self.register_buffer("pairs", None, persistent=False)
+
+    def forward(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Dense weights [n, out, in] of experts [n]: dequantised on use, exact in bfloat16."""
+        if self.store is not None:
+            weight, scale = (t.to(experts.device) for t in self.store(experts))
+        else:
+            weight = self.weight.index_select(0, experts)
+            scale = self.scale.view(torch.uint8).index_select(0, experts)
+        if self.pairs is None or self.pairs.dtype != dtype:
+            self.pairs = e2m1_pairs(dtype, experts.device)
+        return dequantise(weight.view(torch.uint8), scale.view(torch.uint8), E2M1_E8M0, dtype, self.pairs)
+
+
+class Experts(nn.Module):
+    def __init__(self, config: ModelConfig, experts: int, num: Numerics, ranks: Ranks) -> None:
+        super().__init__()
+        self.num, self.ranks, self.limit = num, ranks, config.swiglu_limit
+        self.local = ranks.slice(experts, "the number of experts")
+        D, I = config.hidden_size, config.moe_intermediate_size
+        self.w1, self.w2, self.w3 = (ExpertWeight(self.local, *shape) for shape in ((I, D), (D, I), (I, D)))
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """x [T, D] (quantised), routes [T, k] -> the unrounded sum over each token's experts of this rank, [T, D]."""
+        T, k = experts.shape
+        local = experts - self.ranks.rank * self.local
+        if self.ranks.size > 1:
+            mine = (local >= 0) & (local < self.local)
+            weights, local = torch.where(mine, weights, 0), local.clamp(0, self.local - 1)
+        if T * k <= self.local or T * k <= 16:     # few tokens: gather the packed experts of the routes, no synchronisation
+            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights.reshape(-1, 1, 1), local.flatten()).squeeze(1)
+        else:                                      # many: one pass per expert over its tokens, found by sorting the routes
+            order = local.flatten().argsort(stable=True)
+            y, start = torch.empty(T * k, x.shape[-1], dtype=torch.bfloat16, device=x.device), 0
+            for expert, count in enumerate(local.flatten().bincount(minlength=self.local).tolist()):
+                if count:
+                    routes = order[start : start + count]
+                    chosen = torch.full((1,), expert, device=x.device)
+                    y[routes] = self.run(x[routes // k].unsqueeze(0), weights.flatten()[routes].view(1, -1, 1), chosen)[0]
+                    start += count
+        return y.view(T, k, -1).to(self.num.arith).sum(1)
+
+    def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """x [n, t, D] through experts [n] with routing weights [n, t, 1], applied before w2 and its quantisation."""
+        operand, arith = self.num.operand(x.device), self.num.arith
+        x = x.to(operand)
+        gate = to_bf16(batched_product(x, self.w1(experts, operand).transpose(1, 2), self.num)).to(arith)
+        up = to_bf16(batched_product(x, self.w3(experts, operand).transpose(1, 2), self.num)).to(arith)
+        hidden = swiglu(gate, up, self.limit, weights)                                               # [n, t, I]
+        if self.num.fake_quant.activations:
+            hidden = fake_quantise(hidden, E4M3_E8M0, operand)
+        return to_bf16(batched_product(hidden.to(operand), self.w2(experts, operand).transpose(1, 2), self.num))
+
+
+class SharedExperts(nn.Module):
+    def __init__(self, config: ModelConfig, num: Numerics) -> None:
+        super().__init__()
+        D, I, self.num, self.limit = config.hidden_size, config.moe_intermediate_size, num, config.swiglu_limit
+        self.w1, self.w2, self.w3 = (Linear(i, o, "fp8", num) for i, o in ((D, I), (I, D), (D, I)))
+
+    def forward(self, x: Tensor) -> Tensor:                                                          # quantised [T, D] -> bf16
+        arith = self.num.arith
+        return self.w2(swiglu(self.w1(x, True).to(arith), self.w3(x, True).to(arith), self.limit))
+
+
+class MoE(nn.Module):
+    def __init__(self, config: ModelConfig, experts: int, active: int, num: Numerics, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.gate = Gate(config, experts, active, num)
+        self.experts = Experts(config, experts, num, ranks)
+        self.shared_experts = SharedExperts(config, num)
+
+    def forward(self, x: Tensor, in_image: Tensor | None) -> Tensor:                                 # bf16 [B, S, D] -> bf16
+        flat = x.flatten(0, 1)
+        weights, experts = self.gate(flat, None if in_image is None else in_image.flatten())
+        quantised = self.shared_experts.w1.quantise_input(flat)      # routed and shared experts read the same codes
+        y = self.ranks.sum(self.experts(quantised, weights, experts))
+        return to_bf16(y + self.shared_experts(quantised)).view(x.shape)
+
+
+# ----------------------------------------------------------------------------------------------------- Single-Pass mHC
+
+class Sinkhorn(nn.Module):
+    """Makes the N x N mixing matrix of the residual streams nearly doubly stochastic."""
+
+    def __init__(self, config: ModelConfig, num: Numerics) -> None:
+        super().__init__()
+        N, self.iters, self.eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
+        # Row and column sums of a flattened matrix as products with 0/1 matrices: a third of the operations.
+        eye, ones = np.eye(N), np.ones((N, N))
+        self.register_buffer("row_sums", torch.from_numpy(np.kron(eye, ones)).to(num.arith), persistent=False)
+        self.register_buffer("column_sums", torch.from_numpy(np.kron(ones, eye)).to(num.arith), persistent=False)
+        self.register_buffer("floor", torch.from_numpy(np.full(N * N, self.eps)).to(num.arith), persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:                                                     # [..., N, N]
+        comb = (logits.softmax(-1) + self.eps).view(-1, self.floor.shape[0])                         # [T, N N]
+        comb = comb / torch.addmm(self.floor, comb, self.column_sums)
+        for _ in range(self.iters - 1):
+            comb = comb / torch.addmm(self.floor, comb, self.row_sums)
+            comb = comb / torch.addmm(self.floor, comb, self.column_sums)
+        return comb.view(logits.shape)
+
+
+def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Manifold-constrained hyper-connection of streams x [B, S, N, D], in the dtype of sinkhorn's arithmetic:
+    how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
+    (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
+    arith, N = sinkhorn.floor.dtype, x.shape[-2]
+    x = x.flatten(-2).to(arith)
+    mix = F.linear(x, fn.to(arith)) * (x.square().mean(-1, keepdim=True) + eps).rsqrt()              # [B, S, (2 + N) N]
+    scale, base = scale.to(arith), base.to(arith)
+    pre = torch.addcmul(base[:N], mix[..., :N], scale[0]).sigmoid() + sinkhorn.eps
+    post = 2 * torch.addcmul(base[N : 2 * N], mix[..., N : 2 * N], scale[1]).sigmoid()
+    comb = sinkhorn(torch.addcmul(base[2 * N :], mix[..., 2 * N :], scale[2]).unflatten(-1, (N, N)))
+    return pre, post, comb
+
+
+def collapse(x: Tensor, pre: Tensor) -> Tensor:
+    """Read the streams: sum_i pre_i x_i, rounded once. [B, S, N, D], [B, S, N] -> bf16 [B, S, D]."""
+    return to_bf16((pre.unsqueeze(-2) @ x.to(pre.dtype)).squeeze(-2))
+
+
+def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Write a sublayer's y [B, S, D]: stream j becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
+    mixed = comb.transpose(-1, -2) @ x.to(comb.dtype)
+    return to_bf16(torch.addcmul(mixed, post.unsqueeze(-1), y.to(comb.dtype).unsqueeze(-2)))
+
+
+class Block(nn.Module):
+    """One layer: attention, then experts. Each sublayer reads the streams with the `pre` that the sublayer before it
+    computed, so one pass over the streams yields all that is needed (Single-Pass mHC)."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, num: Numerics, ranks: Ranks) -> None:
+        super().__init__()
+        c, N = config, config.hc_mult
+        self.plan, self.eps = plan, c.rms_norm_eps
+        draft = plan.part == "draft"
+        self.attn_norm, self.ffn_norm = (RMSNorm(c.hidden_size, c.rms_norm_eps, num) for _ in range(2))
+        self.attn = Attention(c, plan, num, ranks)
+        self.ffn = MoE(c, c.dspark_n_routed_experts if draft else c.n_routed_experts,
+                       c.dspark_num_experts_per_tok if draft else c.num_experts_per_tok, num, ranks)
+        for sublayer in ("attn", "ffn"):
+            for name, shape in (("fn", ((2 + N) * N, N * c.hidden_size)), ("base", ((2 + N) * N,)), ("scale", (3,))):
+                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+                self.register_parameter(f"hc_{sublayer}_{name}", parameter)
+        self.sinkhorn = Sinkhorn(c, num)
+        self.engram = Engram(c, plan.engram, num, ranks) if plan.engram is not None else None
+
+    def forward(self, x: Tensor, pre_mix: Tensor, given: Selection | None, tables: Tables, chunk: Chunk, cache: Cache,
+                in_image: Tensor | None) -> tuple[Tensor, Tensor, Selection | None]:
+        """Streams x [B, S, N, D] bf16, pre_mix [B, S, N] -> the same after the layer, and the selection handed up."""
+        pre, post, comb = hyper_connection(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
+        a, given = self.attn(self.attn_norm(collapse(x, pre_mix)), given, tables, chunk, cache)
+        x = write_streams(a, x, post, comb)
+        next_pre, post, comb = hyper_connection(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
+        f = self.ffn(self.ffn_norm(collapse(x, pre)), in_image)
+        return write_streams(f, x, post, comb), next_pre, given
+
+    def publish(self, x: Tensor, pre_mix: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
+        """Only the global KV of streams x, for tokens that this layer and those after it will not process."""
+        self.attn.publish(self.attn_norm(collapse(x, pre_mix)), tables, chunk, cache)
+
+
+# ---------------------------------------------------------------------------------------------------------- transformer
+
+class Tables:
+    """Rotary tables of one forward, made on first use and shared by its layers."""
+
+    def __init__(self, plain: Tensor, yarn: Tensor, arith: torch.dtype) -> None:
+        self.freqs, self.arith = (plain, yarn), arith
+        self._made: dict[tuple[bool, int], tuple[Tensor, Rotation]] = {}
+
+    def of(self, plan: LayerPlan, positions: Tensor) -> Rotation:
+        """Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for everything in the layer."""
+        key = plan.ratio > 0, id(positions)   # the entry holds the positions, so the id stays theirs
+        if key not in self._made:
+            self._made[key] = positions, rotation(positions, self.freqs[key[0]], self.arith)
+        return self._made[key][1]
+
+
+class ImageTokens(NamedTuple):
+    """The image spans among the tokens of a forward."""
+    types: Tensor      # int8 [B, S]: -1 text, 0 start, 1 image, 2 newline, 3 end of a span
+    features: Tensor   # bf16 [n, D]: the rows of all type-1 tokens, in order of (row, position)
+
+    def columns(self, c0: int, c1: int) -> ImageTokens:
+        order = (self.types == 1).flatten().cumsum(0).view(self.types.shape) - 1
+        return ImageTokens(self.types[:, c0:c1], self.features[order[:, c0:c1][self.types[:, c0:c1] == 1]])
+
+
+class Tokens(NamedTuple):
+    """What the layers need of the new tokens besides their streams."""
+    ngrams: Tensor | None     # int64 [B, S, max_ngram] compressed ids looking back, newest first; -1 unknown or in an image
+    in_image: Tensor | None   # bool [B, S]
+
+
+class State(NamedTuple):
+    """What one layer hands to the next."""
+    x: Tensor                 # bf16 [B, S, N, D] residual streams
+    pre_mix: Tensor           # [B, S, N] how the next sublayer reads them
+    given: Selection | None   # the index source's selection and pool
+
+
+class Output(NamedTuple):
+    logits: Tensor | None        # float32 [B, S, V], [B, 1, V] for "last"
+    main_hidden: Tensor | None   # bf16 [B, S, targets * D]: the draft head's input
+
+
+class Embedding(nn.Module):
+    """Token rows; a rank holds a contiguous part of the vocabulary."""
+
+    def __init__(self, rows: int, width: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.ranks.rank * self.weight.shape[0]
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(torch.where(mine, local, 0), self.weight).masked_fill(~mine.unsqueeze(-1), 0)
+        return self.ranks.sum(rows.view(torch.int32)).view(torch.bfloat16)     # bits: -0 + 0 would lose a sign
+
+
+class Transformer(nn.Module):
+    """The causal encoder-decoder: the encoder's layers, and the decoder's, which share one global KV made from the
+    encoder's result (released: layers 0-19 and 20-39). `draft` is a DSpark head that reads along."""
+
+    def __init__(self, config: ModelConfig, num: Numerics, ranks: Ranks = Ranks(), draft: nn.Module | None = None) -> None:
+        super().__init__()
+        c = self.config = config
+        self.num, self.ranks, self.plans = num, ranks, plan_layers(c)
+        vocabulary = ranks.slice(c.vocab_size, "vocab_size")
+        self.embed = Embedding(vocabulary, c.hidden_size, ranks)
+        self.layers = nn.ModuleList(Block(c, plan, num, ranks) for plan in self.plans[: c.num_hidden_layers])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, num)
+        self.head = Linear(c.hidden_size, vocabulary, "bf16", num, out_dtype=torch.float32)
+        if c.vision_config is not None:
+            self.vision = VisionTower(c.vision_config, num)
+            self.aligner = Aligner(c.vision_config, c.hidden_size, num)
+            for name in ("image_start", "image_end", "image_newline"):
+                self.register_parameter(name, nn.Parameter(torch.empty(c.hidden_size, dtype=torch.bfloat16), requires_grad=False))
+        self.mtp = draft
+        self.engram_index: EngramIndex | None = None                       # made from the tokenizer when loaded
+        self.register_buffer("plain_freqs", rotary_frequencies(c.qk_rope_head_dim, c.rope_theta), persistent=False)
+        self.register_buffer("yarn_freqs", rotary_frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        if fn(torch.zeros(1)).dtype != torch.float32:
+            raise ValueError("the dtypes of this model are part of what it computes (float32 mHC parameters, packed FP8 and "
+                             "FP4): it can move between devices but not change dtype")
+        return super()._apply(fn, recurse)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    def new_cache(self, batch_size: int = 1, max_length: int | None = None, rollback: int | None = None) -> Cache:
+        """An empty history for batch_size sequences of at most max_length tokens (default: max_position_embeddings).
+        `rollback`: how many tokens can be taken back, dspark_block_size unless asked otherwise."""
+        length = self.config.max_position_embeddings if max_length is None else max_length
+        return Cache(self.config, self.num, batch_size, length, self.device, rollback)
+
+    # ------------------------------------------------------------------------------------------------------- one forward
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, cache: Cache, lengths: list[int] | None = None, images: ImageTokens | None = None,
+                logits: str = "all") -> Output:
+        """Append input_ids [B, S] to the cache and compute their logits.
+
+        Rows are right padded: lengths[b] <= S tokens of row b count (0 allowed); results at padding are meaningless and it
+        never reaches the cache. logits: "all", "last" (of each row) or "none". ValueError for ids outside the vocabulary, a
+        batch that is not the cache's, or more tokens than its max_length.
+        """
+        ids, counts = self._checked(input_ids, cache, lengths)
+        chunk = cache.chunk(counts, ids.shape[1], "encoder")
+        tables, means = self._tables(), []
+        state, tokens = self._begin(ids, chunk, cache, images)
+        start = len(self.layers) if self.config.decoder_start is None else self.config.decoder_start
+        state = self._run(range(start), state, tokens, tables, chunk, cache, means)
+        upper = self._part(chunk, cache, "decoder")
+        state = self._run(range(start, len(self.layers)), state, tokens, tables, upper, cache, means)
+        hidden = torch.cat(means, -1) if means else None
+        if self.mtp is not None:
+            self.mtp.observe(hidden, tables, self._part(chunk, cache, "draft"), cache)
+        out = self._logits(state, chunk, logits)
+        cache.commit(chunk)
+        return Output(out, hidden)
+
+    def _checked(self, input_ids: Tensor, cache: Cache, lengths: list[int] | None) -> tuple[Tensor, list[int]]:
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64) or not input_ids.numel():
+            raise ValueError(f"input_ids must be integers [B, S] with S >= 1, not {input_ids.dtype} {list(input_ids.shape)}")
+        if input_ids.shape[0] != cache.batch_size:
+            raise ValueError(f"input_ids has {input_ids.shape[0]} rows, but the cache was made for {cache.batch_size}")
+        if cache.num != self.num or cache.config != self.config or cache.device != self.device:
+            raise ValueError("this cache was made for a model of another configuration, numerics or device")
+        width = input_ids.shape[1]
+        counts = [width] * input_ids.shape[0] if lengths is None else [int(n) for n in lengths]
+        if len(counts) != input_ids.shape[0] or not all(0 <= n <= width for n in counts):
+            raise ValueError(f"lengths = {counts} does not fit input_ids {list(input_ids.shape)}")
+        if min(counts) < width:
+            padding = torch.arange(width) >= torch.tensor(counts).unsqueeze(-1)
+            input_ids = input_ids.masked_fill(padding.to(input_ids.device), 0)
+        low, high = (int(v) for v in input_ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
+        return input_ids.to(self.device, torch.int64), counts
+
+    def _tables(self) -> Tables:
+        return Tables(self.plain_freqs, self.yarn_freqs, self.num.arith)
+
+    def _part(self, chunk: Chunk, cache: Cache, part: str) -> Chunk:
+        """The same tokens for a part of the model whose windows begin elsewhere; updates go to the same commit."""
+        other = cache.chunk(chunk.counts, chunk.width, part, starts=chunk.starts, appends=chunk.appends)
+        if other.first_seen == chunk.first_seen:
+            return chunk
+        other.updates, other.positions = chunk.updates, chunk.positions
+        return other
+
+    def _begin(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None) -> tuple[State, Tokens]:
+        x = self.embed(ids)                                                                          # [B, S, D]
+        in_image = None
+        if images is not None and bool((images.types >= 0).any()):
+            types = images.types.to(self.device)
+            if self.config.vision_config is None:
+                raise ValueError("this model has no vision tower: its config.json has no vision_config")
+            if types.shape != ids.shape or int((types == 1).sum()) != images.features.shape[0]:
+                raise ValueError(f"image tokens {list(types.shape)} with {images.features.shape[0]} feature rows do not fit "
+                                 f"input_ids {list(ids.shape)}")
+            in_image = types >= 0
+            for kind, rows in ((0, self.image_start), (1, images.features), (2, self.image_newline), (3, self.image_end)):
+                x[types == kind] = rows.to(self.device)
+        ngrams = None
+        if self.config.engram_layer_ids:     # integers only, and the tables are there too: on the host
+            if self.engram_index is None:
+                raise ValueError("this model has Engram layers but no engram_index: load_model makes it from the tokenizer")
+            host, ring = chunk.on(torch.device("cpu")), cache.rings["ngram",]
+            new = self.engram_index.compress(ids, in_image)
+            wanted = host.positions.unsqueeze(-1) - torch.arange(self.config.engram_max_ngram_size)  # [B, S, max_ngram]
+            place = host.locate(wanted.flatten(1), ring.shape[1])
+            ngrams = host.join(ring, new, ("ngram",)).index_select(0, place).view(wanted.shape).masked_fill(wanted < 0, -1)
+        streams = x.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)                             # [B, S, N, D]
+        pre_mix = torch.zeros(*ids.shape, self.config.hc_mult, dtype=self.num.arith, device=x.device)
+        pre_mix[..., 0] = 1
+        return State(streams, pre_mix, None), Tokens(ngrams, in_image)
+
+    def _run(self, layers: range, state: State, tokens: Tokens, tables: Tables, chunk: Chunk, cache: Cache, means: list[Tensor]) -> State:
+        x, pre_mix, given = state
+        for i in layers:
+            x = self._enter(i, x, tokens)
+            if i in self.config.dspark_target_layer_ids:
+                means.append(to_bf16(x.to(self.num.arith).mean(2)))
+            x, pre_mix, given = self.layers[i](x, pre_mix, given, tables, chunk, cache, tokens.in_image)
+        return State(x, pre_mix, given)
+
+    def _enter(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
+        engram = self.layers[layer].engram
+        if engram is None:
+            return x
+        return engram(x, self.engram_index.rows(tokens.ngrams, self.plans[layer].engram), tokens.in_image)
+
+    def _logits(self, state: State, chunk: Chunk, which: str) -> Tensor | None:
+        if which == "none":
+            return None
+        x, pre_mix = state.x, state.pre_mix
+        if which == "last":
+            row = torch.arange(x.shape[0], device=x.device)
+            last = (chunk.end - chunk.start - 1).squeeze(-1).clamp_min(0)
+            x, pre_mix = x[row, last].unsqueeze(1), pre_mix[row, last].unsqueeze(1)
+        return self.ranks.gather(self.head(self.norm(collapse(x, pre_mix))))
+
+    # ----------------------------------------------------------------------------------------------------------- prefill
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, cache: Cache, way: str = "full", lengths: list[int] | None = None,
+                images: ImageTokens | None = None, chunk_size: int = 4096, progress: Callable[[int], None] | None = None) -> Output:
+        """Append a prompt [B, S] and compute the logits of its last tokens, [B, 1, V].
+
+        way "full": all layers for every token, the oracle. "bounded": the paper's sliding-window bounded replay; decoder
+        layers run over the last W tokens only, and read window rows of those alone. "exact-replay": over the last
+        (decoder layers) (W - 1) + 1 tokens, after which the last logits and all windows are exactly those of "full". The
+        global KV is the same in all three. `progress` is called with the tokens done. ValueError for other ways, and for
+        configurations whose decoder does not start at a Full layer of ratio 1.
+        """
+        c, start = self.config, self.config.decoder_start
+        if way not in ("full", "bounded", "exact-replay"):
+            raise ValueError(f"prefill way {way!r} is not one of full, bounded, exact-replay")
+        if way != "full" and (start is None or any(i < start for i in c.dspark_target_layer_ids)):
+            raise ValueError(f"prefill way {way!r} needs a decoder that starts at the last KV source with compress_ratios 1, and "
+                             f"draft targets inside it; this configuration has none: use full")
+        ids, counts = self._checked(input_ids, cache, lengths)
+        begun, known = list(cache.lengths), {part: list(w) for part, w in cache.window_start.items()}
+        replayed = {"full": ids.shape[1], "bounded": c.sliding_window}.get(way) or (
+            (len(self.layers) - start) * (c.sliding_window - 1) + 1)
+        whole = way == "full" or max(counts) <= replayed
+        tail: list[Tensor] = []
+        last = None
+        for c0 in range(0, ids.shape[1], chunk_size):
+            part_ids = ids[:, c0 : c0 + chunk_size]
+            part_images = None if images is None else images.columns(c0, c0 + chunk_size)
+            part_counts = [min(max(n - c0, 0), part_ids.shape[1]) for n in counts]
+            if whole:
+                out = self.forward(part_ids, cache, part_counts, part_images, "last").logits
+                ended = torch.tensor([n > 0 for n in part_counts], device=self.device).view(-1, 1, 1)
+                last = out if last is None else torch.where(ended, out, last)
+            else:
+                tail = self._encode(part_ids, cache, part_counts, part_images, replayed, tail)
+            if progress is not None:
+                progress(sum(part_counts))
+        return Output(last, None) if whole else self._decode(begun, known, counts, replayed, tail, cache)
+
+    def _encode(self, ids: Tensor, cache: Cache, counts: list[int], images: ImageTokens | None, keep: int, tail: list[Tensor]) -> list[Tensor]:
+        """Encoder layers and the decoder's global KV for a chunk; -> the last `keep` tokens' state at the decoder's entry."""
+        start = self.config.decoder_start
+        chunk, tables = cache.chunk(counts, ids.shape[1], "encoder"), self._tables()
+        state, tokens = self._begin(ids, chunk, cache, images)
+        state = self._run(range(start), state, tokens, tables, chunk, cache, [])
+        entered = self._enter(start, state.x, tokens)
+        self.layers[start].publish(entered, state.pre_mix, tables, chunk, cache)
+        in_image = torch.zeros_like(ids, dtype=torch.bool) if tokens.in_image is None else tokens.in_image
+        ngrams = ids if tokens.ngrams is None else tokens.ngrams
+        new = [state.x, state.pre_mix, in_image, ngrams]
+        tail = tail or [t.new_zeros(t.shape[0], keep, *t.shape[2:]) for t in new]
+        tail = [chunk.on(t.device).next_ring(chunk.join(ring, t), keep) for ring, t in zip(tail, new)]
+        cache.commit(chunk, parts=("encoder",))
+        return tail
+
+    def _decode(self, begun: list[int], known: dict[str, list[int]], counts: list[int], keep: int, tail: list[Tensor],
+                cache: Cache) -> Output:
+        """Decoder layers over the kept tokens, at their true positions, reading the global KV and writing none."""
+        start, counts = self.config.decoder_start, [min(n, keep) for n in counts]
+        starts = [end - n for end, n in zip(cache.lengths, counts)]
+        for part in ("decoder", "draft"):   # after a gap, what the windows held before it is out of reach
+            cache.window_start[part] = [w if s <= b else s for w, s, b in zip(known[part], starts, begun)]
+        chunk, tables, means = cache.chunk(counts, max(counts), "decoder", starts=starts, appends=False), self._tables(), []
+        row = torch.arange(len(starts), device=self.device).unsqueeze(-1) * keep
+        x, pre_mix, in_image, ngrams = (t.flatten(0, 1)[(chunk.positions % keep + row).to(t.device)] for t in tail)
+        state = self._run(range(start, len(self.layers)), State(x, pre_mix, None), Tokens(ngrams, in_image), tables, chunk, cache, means)
+        hidden = torch.cat(means, -1) if means else None
+        if self.mtp is not None:
+            self.mtp.observe(hidden, tables, self._part(chunk, cache, "draft"), cache)
+        out = self._logits(state, chunk, "last")
+        cache.commit(chunk)
+        return Output(out, hidden)
+
+    def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Vision tower and aligner: patches bf16 [n, 3, p, p] of a grid (rows, columns) -> features bf16 [tokens, D]."""
+        return self.aligner(self.vision(patches.to(self.device), grid), grid)

@@ -1,0 +1,326 @@
+"""Number formats of DeepSeek-V4.1-Flash: what is stored, how it is rounded, and the linear layer built on it.
+
+Three block formats hold everything that is narrower than bfloat16 (the paper's FP8 and FP4):
+
+    E4M3_E8M0   E4M3 in blocks of 32 with power-of-two scales    activations, window KV, dense weights (there 32 x 32)
+    E2M1_E8M0   E2M1 in blocks of 32 with power-of-two scales    index keys and queries, expert weights     (MXFP4)
+    E2M1_E4M3   E2M1 in blocks of 16 with E4M3 scales            compressed main KV        (NVFP4, no global scale)
+
+The model is a set of rounding points. Between two of them the mathematics is real-number mathematics, evaluated in
+one of two arithmetic dtypes, which every module carries explicitly as ``Numerics.arith``:
+
+    exact   float64: 29 spare bits, so no result depends on the order of a sum, the chunking, the batch or the device
+    fast    float32, with matrix products of bfloat16 operands accumulated in float32
+
+The rounding points themselves are the calls ``to_bf16``, ``quantise`` and ``fake_quantise``; nothing else rounds.
+The quantisers are literal float32 in both.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the eight magnitudes; bit 3 of a code is the sign
+
+
+# ----------------------------------------------------------------------------------------------------------- numerics
+
+@dataclass(frozen=True)
+class FakeQuant:
+    """Which fake quantisations are on. The model was trained with all of them; switching one off asks what it costs.
+    A cached kind that is off is stored in bfloat16, and the cache's size says so."""
+    activations: bool = True
+    window_kv: bool = True
+    main_kv: bool = True
+    index_key: bool = True
+    index_query: bool = True
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic between rounding points (float64: exact, float32: fast) and the fake-quantisation switches."""
+    arith: torch.dtype = torch.float32
+    fake_quant: FakeQuant = field(default_factory=FakeQuant)
+
+    @property
+    def exact(self) -> bool:
+        return self.arith == torch.float64
+
+    def operand(self, device: torch.device) -> torch.dtype:
+        """Dtype in which bfloat16-valued operands enter a product: the CPU multiplies them faster in float32."""
+        return torch.bfloat16 if not self.exact and device.type == "cuda" else self.arith
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank of a tensor-parallel group; the default is the whole model on one rank."""
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # torch.distributed process group
+
+    def slice(self, n: int, what: str) -> int:
+        """Size of this rank's contiguous part of an axis of n; ValueError when it does not divide."""
+        if n % self.size:
+            raise ValueError(f"{what} = {n} does not divide over {self.size} tensor-parallel ranks")
+        return n // self.size
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, unrounded: partial sums travel in the arithmetic dtype."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        torch.distributed.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Concatenate the ranks' parts along the last axis."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, -1)
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """Round to bfloat16. A float64 result goes through float32: rounding it directly changes most arrays."""
+    return x.to(torch.float32).to(torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------------------ block formats
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A row of `element` codes with one scale per `block` of them; a value is element * scale, exact in bfloat16."""
+    name: str
+    element: str      # "e4m3": one byte a code; "e2m1": two codes a byte, the even column in the low nibble
+    block: int
+    scale: str        # "e8m0": powers of two; "e4m3"
+    largest: float    # largest magnitude of an element
+    floor: float      # least amax that a scale is made for, so that a zero block has a scale
+
+    def code_bytes(self, width: int) -> int:
+        return width if self.element == "e4m3" else width // 2
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one packed row of `width` values: codes, then scales."""
+        return self.code_bytes(width) + width // self.block
+
+
+E4M3_E8M0 = BlockFormat("E4M3 in blocks of 32 with E8M0 scales", "e4m3", 32, "e8m0", 448.0, 1e-4)
+E2M1_E8M0 = BlockFormat("E2M1 in blocks of 32 with E8M0 scales", "e2m1", 32, "e8m0", 6.0, 6 * 2.0**-126)
+E2M1_E4M3 = BlockFormat("E2M1 in blocks of 16 with E4M3 scales", "e2m1", 16, "e4m3", 6.0, 6 * 2.0**-9)
+
+# float32 reciprocals: the released quantisers multiply by them, they do not divide
+_RECIPROCAL = {448.0: float.fromhex("0x1.24924ap-9"), 6.0: float.fromhex("0x1.555556p-3")}
+
+
+def ceil_pow2(x: Tensor) -> Tensor:
+    """Least power of two >= x, for positive normal float32 x, read off the bits: a mantissa carries into the exponent."""
+    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def encode_e2m1(v: Tensor) -> Tensor:
+    """Nearest E2M1 codes of float32 values in [-6, 6], ties to the even code, sign of zero kept. uint8, one code each."""
+    # A midpoint above an odd code rounds up, so its boundary lies just below it (bucketize counts boundaries < v).
+    below = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
+    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], device=v.device)
+    return torch.bucketize(v.abs(), edges, out_int32=True).to(torch.uint8) | (v.signbit().to(torch.uint8) << 3)
+
+
+def e2m1_pairs(dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+    """The two values of every byte of E2M1 codes, low nibble first: [256, 2] of `dtype`."""
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype, device=device)
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2]
+
+
+def decode_e2m1(codes: Tensor, pairs: Tensor) -> Tensor:
+    """Values of packed E2M1 bytes [..., n/2] -> [..., n], in the dtype of `pairs` (`e2m1_pairs`)."""
+    # One lookup of a pair as a single wide number: four times faster than a lookup of rows of two.
+    wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[pairs.element_size()]
+    both = pairs.view(wide).flatten().index_select(0, codes.flatten().int())
+    return both.view(pairs.dtype).view(*codes.shape[:-1], -1)
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """float32 values of E4M3 codes (uint8 or float8_e4m3fn, finite), shape kept."""
+    # Sign, four exponent bits and three mantissa bits shifted into float32's places; 2**120 mends the bias, also for
+    # subnormals. Several times faster on CPUs than the library's cast.
+    bits = (codes.view(torch.int8).int() << 20) & -0x78100000  # 0x87F00000 as int32
+    return bits.view(torch.float32) * 2.0**120
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """float32 powers of two of E8M0 codes (uint8 or float8_e8m0fnu), shape kept."""
+    return codes.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    blocks = x.to(torch.float32).unflatten(-1, (-1, fmt.block))                        # [..., n/block, block]
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(fmt.floor)                    # [..., n/block, 1]
+    if fmt.scale == "e8m0":
+        return blocks, ceil_pow2(amax * _RECIPROCAL[fmt.largest])
+    return blocks, decode_e4m3((amax / 6).clamp_max(448).to(torch.float8_e4m3fn))      # a division; not a power of two
+
+
+def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Quantise bfloat16 values [..., n] in blocks along the last axis.
+
+    Returns (codes uint8 [..., n] for E4M3 or [..., n/2] for E2M1, scales uint8 [..., n/block]). A ValueError when
+    blocks do not fit. Literal float32, whatever the arithmetic of the mode. (Numerics contract, quantisers.)
+    """
+    if x.shape[-1] % fmt.block:
+        raise ValueError(f"a row of {x.shape[-1]} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
+    blocks, scale = _block_scales(x, fmt)
+    v = (blocks / scale).clamp(-fmt.largest, fmt.largest).flatten(-2)                  # [..., n]
+    if fmt.scale == "e8m0":
+        scale_codes = (scale.view(torch.int32) >> 23).to(torch.uint8).squeeze(-1)
+    else:
+        scale_codes = scale.to(torch.float8_e4m3fn).view(torch.uint8).squeeze(-1)
+    if fmt.element == "e4m3":
+        return v.to(torch.float8_e4m3fn).view(torch.uint8), scale_codes
+    codes = encode_e2m1(v)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale_codes
+
+
+def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
+    """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered.
+
+    `pairs` is `e2m1_pairs(dtype, device)`, for callers that keep it; it is made when absent.
+    """
+    s = (decode_e8m0(scales) if fmt.scale == "e8m0" else decode_e4m3(scales)).to(dtype).unsqueeze(-1)
+    if fmt.element == "e4m3":
+        values = decode_e4m3(codes).to(dtype)
+    else:
+        values = decode_e2m1(codes, e2m1_pairs(dtype, codes.device) if pairs is None else pairs)
+    return (values.unflatten(-1, (-1, fmt.block)) * s).flatten(-2)
+
+
+def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """dequantise(quantise(x)) of bfloat16 values [..., n]; the values are exact in bfloat16 whatever `dtype` holds them."""
+    if fmt.element == "e4m3":  # the same without the detour through packed bytes
+        blocks, scale = _block_scales(x, fmt)
+        # amax / scale <= 448 by construction, so the clamp of the definition has nothing to do here
+        return (decode_e4m3((blocks / scale).to(torch.float8_e4m3fn)) * scale).to(dtype).flatten(-2)
+    codes, scales = quantise(x, fmt)
+    return dequantise(codes, scales, fmt, dtype)
+
+
+class RowCodec:
+    """How rows of `width` bfloat16 values are stored: packed in a block format, or bfloat16 bytes when `fmt` is None."""
+
+    def __init__(self, width: int, fmt: BlockFormat | None, operand: torch.dtype, device: torch.device | str) -> None:
+        if fmt is not None and width % fmt.block:
+            raise ValueError(f"a row of {width} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
+        self.width, self.fmt, self.operand = width, fmt, operand
+        self.bytes = 2 * width if fmt is None else fmt.row_bytes(width)
+        self.pairs = e2m1_pairs(operand, device) if fmt is not None and fmt.element == "e2m1" else None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """bfloat16 [..., width] -> uint8 [..., bytes]: a rounding point when packed, lossless when not."""
+        return x.contiguous().view(torch.uint8) if self.fmt is None else torch.cat(quantise(x, self.fmt), -1)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """uint8 [..., bytes] -> [..., width] in the operand dtype, exactly what was stored."""
+        if self.fmt is None:
+            return rows.contiguous().view(torch.bfloat16).to(self.operand)
+        n = self.fmt.code_bytes(self.width)
+        return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand, self.pairs)
+
+
+# ------------------------------------------------------------------------------------------------- products and norms
+
+def product(x: Tensor, weight: Tensor, arith: torch.dtype) -> Tensor:
+    """x [..., K] @ weight [N, K]^T of bfloat16-valued operands, accumulated and returned in the arithmetic dtype."""
+    if arith == torch.float32 and x.is_cuda and weight.dtype == torch.bfloat16:
+        y = torch.mm(x.flatten(0, -2).to(torch.bfloat16), weight.T, out_dtype=torch.float32)
+        return y.view(*x.shape[:-1], -1)
+    return F.linear(x.to(arith), weight.to(arith))
+
+
+def batched_product(a: Tensor, b: Tensor, num: Numerics) -> Tensor:
+    """a [n, m, K] @ b [n, K, p] of bfloat16-valued operands, accumulated and returned in the arithmetic dtype."""
+    if a.is_cuda and not num.exact:
+        return torch.bmm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
+    return torch.bmm(a.to(num.arith), b.to(num.arith))
+
+
+def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A stored FP8 or FP4 weight as a dense [N, K] of `dtype`, exact in bfloat16.
+
+    FP8: E4M3 [N, K] with E8M0 scale [ceil(N/32), K/32], one for 32 x 32. FP4: packed E2M1 [N, K/2] (int8) with E8M0
+    scale [N, K/32], one for each row and 32 columns. The scale is a multiplier.
+    """
+    if weight.dtype == torch.float8_e4m3fn:
+        rows = decode_e8m0(scale).repeat_interleave(32, 0)[: weight.shape[0], :, None]          # [N, K/32, 1]
+        return (decode_e4m3(weight).unflatten(-1, (-1, 32)) * rows).flatten(-2).to(dtype)
+    return dequantise(weight.view(torch.uint8), scale, E2M1_E8M0, dtype)
+
+
+class Linear(nn.Module):
+    """y = x W^T, rounded once after the whole sum over K (also across ranks).
+
+    weight_format "bf16": W bfloat16, x enters as it is. "fp8": W E4M3 with a scale for 32 x 32, and x is fake-quantised
+    first, per token and 32 channels. `out_dtype` bfloat16, float32, or None for an unrounded result. `reduce` sums the
+    partial products of the ranks, for a weight that is sliced along K.
+    """
+
+    def __init__(self, in_features: int, out_features: int, weight_format: str, num: Numerics, *, bias: bool = False,
+                 out_dtype: torch.dtype | None = torch.bfloat16, reduce: Ranks | None = None,
+                 quantise_input: bool = True) -> None:
+        super().__init__()
+        self.num, self.out_dtype, self.reduce = num, out_dtype, reduce
+        self.quantised = weight_format == "fp8" and quantise_input and num.fake_quant.activations
+        dtype = torch.float8_e4m3fn if weight_format == "fp8" else torch.bfloat16
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        if weight_format == "fp8":
+            if in_features % 32:
+                raise ValueError(f"an FP8 weight needs an input that 32 divides, not {in_features}")
+            scale = torch.empty(-(-out_features // 32), in_features // 32, dtype=torch.float8_e8m0fnu)
+            self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=torch.bfloat16), requires_grad=False) if bias else None
+        self.register_buffer("dense", None, persistent=False)
+
+    def prepare(self) -> None:
+        """Dequantise once, after loading: every value is exact in bfloat16, so this changes nothing but the time."""
+        if self.weight.is_meta:
+            return
+        dense = torch.bfloat16 if self.num.exact else self.num.operand(self.weight.device)
+        if self.weight.dtype != dense:
+            self.dense = self.dense_weight(dense)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        if self.dense is not None:
+            return self.dense
+        return self.weight if self.weight.dtype == torch.bfloat16 and dtype == torch.bfloat16 else \
+            self.weight.to(dtype) if self.weight.dtype == torch.bfloat16 else \
+            dequantise_weight(self.weight, self.scale, dtype)
+
+    def quantise_input(self, x: Tensor) -> Tensor:
+        """The activation this layer multiplies: callers that feed one x to several layers quantise it once."""
+        return fake_quantise(x, E4M3_E8M0, self.num.operand(x.device)) if self.quantised else x
+
+    def forward(self, x: Tensor, quantised: bool = False) -> Tensor:                              # [..., K] -> [..., N]
+        x = x if quantised else self.quantise_input(x)
+        y = product(x, self.dense_weight(self.num.operand(x.device)), self.num.arith)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        if self.reduce is not None:
+            y = self.reduce.sum(y)
+        return y if self.out_dtype is None else y.to(torch.float32).to(self.out_dtype)
+
+
+class RMSNorm(nn.Module):
+    """to_bf16(weight * x / sqrt(mean(x^2) + eps)) over the last axis; the weight is bfloat16, the sum unrounded."""
+
+    def __init__(self, width: int, eps: float, num: Numerics) -> None:
+        super().__init__()
+        self.num, self.eps = num, eps
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:                                                       # [..., width], bf16
+        x = x.to(self.num.arith)
+        return to_bf16(F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps))
