@@ -4,9 +4,9 @@
     python convert.py --hf-ckpt-path DIR --save-path DIR --model-parallel N       one file for each tensor-parallel rank
     python convert.py --random CONFIG.json --save-path DIR --seed S [--tokenizer DIR]      random weights, any config
 
-Two layouts hold the same tensors under the same names. Published: `model.safetensors.index.json` and any number of files.
-Shards: `model{rank}-mp{ranks}.safetensors`, each holding one rank's slices. `load_model` reads both, each rank only its own
-bytes. Everything is derived from one table, `checkpoint_schema(config)`, and one rule of slicing, `part_of`.
+Two layouts hold the same tensors under the same names. Published: `model.safetensors.index.json` and any number of
+files. Shards: `model{rank}-mp{ranks}.safetensors`, each holding one rank's slices. `load_model` reads both, each rank
+only its own bytes. Everything follows from one table, `checkpoint_schema`, and one rule of slicing, `part_of`.
 
 The bytes are read and written here directly (a safetensors file is a length, a JSON header and the tensors): tables of
 98 GB have to be cut, and rows of them looked up, without any of them ever being in memory.
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dspark import DSpark
 from engram import EngramIndex, EngramTable, TableRows, build_token_map
 from model import ModelConfig, Transformer, plan_layers
 from quant import E2M1, FakeQuant, Linear, Numerics, Ranks
@@ -75,7 +76,7 @@ def checkpoint_schema(config: ModelConfig) -> dict[str, TensorSpec]:
 
     def fp8(name: str, n: int, k: int) -> None:
         put(f"{name}.weight", "F8_E4M3", n, k)
-        put(f"{name}.scale", "F8_E8M0", -(-n // 32), k // 32)  # one scale for 32 x 32 weights; the last rows may be fewer
+        put(f"{name}.scale", "F8_E8M0", -(-n // 32), k // 32)  # a scale for 32 x 32; the last rows may be fewer
 
     def block(prefix: str, experts: int) -> None:
         put(f"{prefix}.attn_norm.weight", "BF16", c.hidden_size)
@@ -113,8 +114,9 @@ def checkpoint_schema(config: ModelConfig) -> dict[str, TensorSpec]:
         if plan.engram is not None:
             rows, width = c.engram_num_embeddings[plan.engram], c.engram_head_dim
             put(f"{prefix}.engram.embed.weight", "F8_E4M3", rows, width)
-            put(f"{prefix}.engram.embed.scale", "F8_E8M0", rows, width // 32)  # a scale for each row, unlike the weights
-            fp8(f"{prefix}.engram.wkv", (hc + 1) * c.hidden_size, (c.engram_max_ngram_size - 1) * c.engram_n_heads * width)
+            put(f"{prefix}.engram.embed.scale", "F8_E8M0", rows, width // 32)  # for each row, unlike weights
+            looked_up = (c.engram_max_ngram_size - 1) * c.engram_n_heads  # rows of a token
+            fp8(f"{prefix}.engram.wkv", (hc + 1) * c.hidden_size, looked_up * width)
             put(f"{prefix}.engram.q_weight", "BF16", hc, c.hidden_size)
             put(f"{prefix}.engram.k_weight", "BF16", hc, c.hidden_size)
         block(prefix, c.n_routed_experts)
@@ -276,26 +278,31 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         with open(path, "rb") as file:
             total = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if total < 8 or not 2 <= length <= min(total - 8, 100 << 20):
-                raise ValueError(f"{path} is not a safetensors file: its header does not fit")
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            found = [(name, *t["data_offsets"], t["dtype"], tuple(t["shape"])) for name, t in header.items()]
+            text = file.read(length) if length <= min(total - 8, 100 << 20) else b""
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
+    try:
+        header = json.loads(text)
+        metadata = dict(header.pop("__metadata__", {}))
+        found = []
+        for name, tensor in header.items():
+            (start, stop), shape = tensor["data_offsets"], tuple(tensor["shape"])
+            if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
+                raise TypeError
+            found.append((start, stop, name, TensorSpec(str(tensor["dtype"]), shape)))
+    except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path} is not a safetensors file: its header makes no sense") from None
     entries, position = {}, 0
-    for name, start, stop, dtype, shape in sorted(found, key=lambda t: t[1:3]):
-        spec = TensorSpec(dtype, shape)
+    for start, stop, name, spec in sorted(found, key=lambda t: t[:2]):
         # a dtype or shape that no tensor of this model has is reported by the comparison with the schema
-        if start != position or stop < start or (dtype in DTYPES and shape and stop - start != spec.nbytes):
+        if start != position or stop < start or (spec.dtype in DTYPES and spec.shape and stop - start != spec.nbytes):
             raise ValueError(f"{path}: the bytes of {name} do not fit its type and shape, {spec}")
         entries[name], position = Entry(path, 8 + length + start, spec), stop
     if 8 + length + position != total:
-        raise ValueError(f"{path} has {total:,} bytes, its header describes {8 + length + position:,}: it is cut off or damaged")
+        raise ValueError(f"{path} has {total:,} bytes, its header describes {8 + length + position:,}: it is cut off "
+                         f"or damaged")
     return entries, metadata
 
 
@@ -310,14 +317,15 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Find and check a checkpoint by its headers alone. ValueError: one sentence that names the file or tensor at fault."""
+    """Find and check a checkpoint by its headers alone. ValueError: a sentence naming the file or tensor at fault."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"there is no folder {directory}")
     config = ModelConfig.from_json(directory / "config.json")
     if (directory / INDEX).exists():
         return _open_published(directory, config)
-    shards = {p: m for p in sorted(directory.iterdir()) if (m := re.fullmatch(r"model(\d+)-mp(\d+)\.safetensors", p.name))}
+    shards = {path: match for path in sorted(directory.iterdir())
+              if (match := re.fullmatch(r"model(\d+)-mp(\d+)\.safetensors", path.name))}
     if not shards:
         raise ValueError(f"{directory} holds neither {INDEX} nor shards model0-mpN.safetensors")
     return _open_shards(directory, config, shards)
@@ -331,7 +339,8 @@ def _open_published(directory: Path, config: ModelConfig) -> Checkpoint:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{index} is not a readable index: it needs a weight_map of tensor names to files") from None
     if len(files) != len(where):
-        raise ValueError(f"{index} lists a file outside its folder: {next(f for n, f in where.items() if n not in files)}")
+        outside = next(file for name, file in where.items() if name not in files)
+        raise ValueError(f"{index} lists a file outside its folder: {outside}")
     tensors: dict[str, Entry] = {}
     for path in sorted(set(files.values())):
         if not path.exists():
@@ -363,8 +372,9 @@ def _open_shards(directory: Path, config: ModelConfig, shards: dict[Path, re.Mat
             raise ValueError(f"the shard {path.name} is missing in {directory}")
         entries, metadata = read_header(path)
         compare(entries, rank_schema(config, rank, size), path)
-        if (metadata.get("rank"), metadata.get("ranks")) != (str(rank), str(size)):
-            raise ValueError(f"{path} was written as shard {metadata.get('rank')} of {metadata.get('ranks')}: it has been renamed")
+        if (metadata.get("rank"), metadata.get("ranks")) != (str(rank), str(size)) or "source" not in metadata:
+            raise ValueError(f"{path} was written as shard {metadata.get('rank')} of {metadata.get('ranks')}: it has "
+                             f"been renamed")
         sources.setdefault(metadata.get("source"), path)
         tensors.append(entries)
     if len(sources) > 1:
@@ -382,17 +392,16 @@ def compare(found: dict[str, Entry], wanted: dict[str, TensorSpec], where: Path)
         if name not in found:
             raise ValueError(f"{where}: the tensor {name} is missing")
         if found[name].spec != spec:
-            raise ValueError(f"{found[name].path}: the tensor {name} is {found[name].spec}; its config.json asks for {spec}")
+            raise ValueError(f"{found[name].path}: tensor {name} is {found[name].spec}, config.json asks for {spec}")
     for name in found:
         if name not in wanted:
             raise ValueError(f"{found[name].path}: the tensor {name} is not one of this model")
 
 
 def weights_digest(directory: str | Path) -> str:
-    """SHA-256 that identifies the weights of a checkpoint: of each file its header, its size and its content, from 1 GiB
-    on a sample of 1 MiB at fixed offsets. Shards carry the digest of the checkpoint they were cut from."""
-    checkpoint = open_checkpoint(directory)
-    return _digest(checkpoint)
+    """SHA-256 that identifies the weights of a checkpoint: of each file its header, size and content, from 1 GiB on a
+    sample of 1 MiB at fixed offsets. Shards carry the digest of the checkpoint they were cut from."""
+    return _digest(open_checkpoint(directory))
 
 
 def _digest(checkpoint: Checkpoint) -> str:
@@ -424,8 +433,8 @@ def write_safetensors(path: Path, tensors: dict[str, TensorSpec], data: Callable
     header, position = {"__metadata__": metadata}, 0
     for name in order:
         spec = tensors[name]
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, position + spec.nbytes]}
-        position += spec.nbytes
+        start, position = position, position + spec.nbytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, position]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -452,8 +461,10 @@ def write_atomically(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # the new name itself has to reach the disk
     os.fsync(folder)
@@ -465,7 +476,8 @@ def check_space(directory: Path, needed: int) -> None:
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(f"{directory} needs {needed:,} bytes of free disk space, {free:,} are left; nothing was written")
+        raise ValueError(f"{directory} needs {needed:,} bytes of free disk space, {free:,} are left; nothing was "
+                         f"written")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -485,13 +497,15 @@ def progress_bar(total: int, what: str) -> tqdm:
 def write_shards(source: str | Path, target: str | Path, size: int) -> None:
     """Cut a published checkpoint into one file for each of `size` ranks, types as published.
 
-    Memory: CHUNK bytes. An interrupted run is taken up again by the same command. ValueError, before anything is written,
-    for a source that is not right, sizes that do not divide, a folder with other things in it, or too little free disk.
+    Memory: a few CHUNK. An interrupted run is taken up again by the same command. ValueError, before anything is
+    written, for a source that is not right, sizes that do not divide, a folder with other things in it, or too little
+    free disk.
     """
     source, target = Path(source), Path(target)
     checkpoint = open_checkpoint(source)
     if checkpoint.ranks is not None:
-        raise ValueError(f"{source} holds shards for {checkpoint.ranks} ranks already; shards are cut from the published layout")
+        raise ValueError(f"{source} holds shards for {checkpoint.ranks} ranks already; they are cut from the published "
+                         f"layout")
     check_ranks(checkpoint.config, size)
     digest, schema = _digest(checkpoint), checkpoint_schema(checkpoint.config)
     shards = {target / shard_name(rank, size): rank_schema(checkpoint.config, rank, size) for rank in range(size)}
@@ -514,21 +528,24 @@ def write_shards(source: str | Path, target: str | Path, size: int) -> None:
 
 
 def _earlier_attempt(source: Path, target: Path, shards: dict[Path, dict[str, TensorSpec]], digest: str) -> list[Path]:
-    """The unfinished files of an interrupted run; ValueError when the folder holds anything else than such a run left."""
+    """The unfinished files of an interrupted run; ValueError when the folder holds anything else."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a folder")
     partial = []
+    copied = [source / name for name in ("config.json", *TOKENIZER_FILES)]
+    names = {path.name + PARTIAL for path in (*shards, *copied)}
     for path in sorted(target.iterdir()) if target.exists() else []:
-        ours = {p.name for p in shards} | {"config.json", *TOKENIZER_FILES}
-        if path.name.endswith(PARTIAL) and path.name.removesuffix(PARTIAL) in ours:
+        original = source / path.name
+        if path.name in names:
             partial.append(path)
         elif path in shards:
             entries, metadata = read_header(path)
             if metadata.get("source") != digest:
                 raise ValueError(f"{path} is a shard of another checkpoint than {source}; give an empty folder")
             compare(entries, shards[path], path)
-        elif path.name not in ours or not (source / path.name).exists() or path.read_bytes() != (source / path.name).read_bytes():
-            raise ValueError(f"{target} is not empty: {path.name} is not part of an earlier run for {source}; give an empty folder")
+        elif original not in copied or not original.exists() or path.read_bytes() != original.read_bytes():
+            raise ValueError(f"{target} is not empty: {path.name} is not part of an earlier run for {source}; give an "
+                             f"empty folder")
     return partial
 
 
@@ -543,7 +560,7 @@ class RandomWeights:
             raise ValueError(f"the seed {seed} is negative")
         self.config, self.seed = config, seed
         normal = NormalDist()
-        # Quantiles of the normal distribution, looked up by 16 random bits: fast, and the same with every library version.
+        # Quantiles of the normal distribution, looked up by 16 random bits: fast, and the same with any library.
         self.normal = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)])
         self.fp8_sigma = 100.0  # the largest quantile, 4.3, stays below 448
         self.fp8 = torch.from_numpy(self.normal * self.fp8_sigma).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -631,11 +648,13 @@ def write_random(config_path: str | Path, target: str | Path, seed: int, tokeniz
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     with progress_bar(total, "random weights") as progress:
         for file, tensors in zip(names, files):
-            write_safetensors(target / file, tensors, lambda name: weights.chunks(name, schema[name]), {"format": "pt"}, progress)
+            write_safetensors(target / file, tensors, lambda name: weights.chunks(name, schema[name]), {"format": "pt"},
+                              progress)
     if tokenizer is not None:
         copy_tokenizer(Path(tokenizer), target)
     write_atomically(target / "config.json", [config_path.read_bytes()])
-    index = {"metadata": {"total_size": total}, "weight_map": {n: f for f, tensors in zip(names, files) for n in tensors}}
+    weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     # last: without it the folder is not a checkpoint
     write_atomically(target / INDEX, [json.dumps(index, indent=1).encode()])
 
@@ -643,8 +662,8 @@ def write_random(config_path: str | Path, target: str | Path, seed: int, tokeniz
 # ------------------------------------------------------------------------------------------------------------ loading
 
 def checkpoint_name(parameter: str, expert: int = 0) -> str:
-    """The checkpoint's name of a model parameter. They are the same, but for experts, which the model stacks: slice e of
-    `ffn.experts.w1.weight` is `ffn.experts.{e}.w1.weight`."""
+    """The checkpoint's name of a model parameter. They are the same, but for experts, which the model stacks: slice e
+    of `ffn.experts.w1.weight` is `ffn.experts.{e}.w1.weight`."""
     stacked = re.fullmatch(r"(.+\.ffn\.experts)\.(w[123]\.(?:weight|scale))", parameter)
     return f"{stacked[1]}.{expert}.{stacked[2]}" if stacked else parameter
 
@@ -697,7 +716,9 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
     sentence that names the file, tensor or size at fault, the same on every rank and before any tensor is read.
     """
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    ranks = Ranks() if group is None else Ranks(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
+    ranks = Ranks()
+    if group is not None:
+        ranks = Ranks(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config
     if checkpoint.ranks not in (None, ranks.size):
@@ -712,11 +733,7 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
         engram_index = EngramIndex.of(config, tokens)
     num = Numerics(torch.float64 if exact else torch.float32, fake_quant)
     with torch.device("meta"):
-        head = None
-        if draft:
-            from dspark import DraftHead  # here, so that the backbone loads without it
-            head = DraftHead(config, num, ranks)
-        model = Transformer(config, num, ranks, head)
+        model = Transformer(config, num, ranks, DSpark(config, num, ranks) if draft else None)
 
     schema, stored = checkpoint_schema(config), checkpoint.tensors[0 if checkpoint.ranks is None else ranks.rank]
     parts = {name: part_of(config, name, spec, ranks.rank, ranks.size) for name, spec in schema.items()}
@@ -798,7 +815,7 @@ def check(path: str | Path) -> str:
         first = f"{path}: schema of the published layout"
     counts = Counter(spec.dtype for spec in specs)
     nbytes = {dtype: sum(spec.nbytes for spec in specs if spec.dtype == dtype) for dtype in counts}
-    lines = [f"  {dtype:<8} {counts[dtype]:>7,} tensors {nbytes[dtype]:>19,} bytes" for dtype in DTYPES if dtype in counts]
+    lines = [f"  {d:<8} {counts[d]:>7,} tensors {nbytes[d]:>19,} bytes" for d in DTYPES if d in counts]
     return "\n".join([first, *lines, f"  total    {len(specs):>7,} tensors {sum(nbytes.values()):>19,} bytes"])
 
 
@@ -828,7 +845,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command takes it up again" if args.hf_ckpt_path else "interrupted", file=sys.stderr)
+        hint = "; the same command takes it up again" if args.hf_ckpt_path else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return 130
     return 0
 

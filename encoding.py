@@ -234,11 +234,9 @@ class _Turn:
     role: str  # system, user, latest_reminder or assistant
     blocks: list[dict]  # of a user turn
 
-    def asks(self, position: int) -> bool:
+    def asks(self) -> bool:
         """Whether this turn makes earlier reasoning old: results alone (or unsupported blocks alone) ask nothing."""
-        if self.role == "system":
-            return position > 0
-        return any(block["type"] in ("text", *IMAGE_TYPES) for block in self.blocks)
+        return self.role == "system" or any(block["type"] in ("text", *IMAGE_TYPES) for block in self.blocks)
 
 
 def _blocks(where: str, content: object) -> list[dict]:
@@ -346,7 +344,7 @@ def render_segments(
     thinking = thinking_mode == "thinking"
     turns = _merge_turns(messages)
 
-    newest = max((i for i, turn in enumerate(turns) if turn.asks(i)), default=-1)  # reasoning is kept after it
+    newest = max((i for i, turn in enumerate(turns) if turn.asks()), default=-1)  # reasoning is kept after it
     keeps_all = not drop_thinking or any(turn.message.get("tools") for turn in turns)
 
     opening = BOS

@@ -322,26 +322,20 @@ def rotary_frequencies(width: int, theta: float, yarn: RopeScaling | None = None
     return torch.from_numpy(freqs.astype(np.float32))
 
 
-class Rotation(NamedTuple):
-    cos: Tensor
-    sin: Tensor
-
-
-def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Rotation:
-    """cos and sin [..., 1, pairs] at integer positions [...]. The angle is one float32 product in both modes: a float64
-    angle would be another model (at position 10^6 one float32 ulp of the angle is 0.06 rad)."""
+def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Tensor:
+    """exp(i angle) at integer positions [...]: complex [..., 1, pairs]. The angle is one float32 product in both modes: a
+    float64 angle would be another model (at position 10^6 one float32 ulp of the angle is 0.06 rad)."""
     angle = (positions.to(torch.float32).unsqueeze(-1) * freqs).to(arith).unsqueeze(-2)
-    return Rotation(angle.cos(), angle.sin())
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(x: Tensor, table: Rotation, inverse: bool = False) -> Tensor:
-    """Rotate adjacent pairs (2i, 2i+1) of the last dims of x [..., heads, d] and round them to bfloat16; the dims before
-    stay. `inverse` turns back (the conjugate)."""
-    cos, sin = table
-    width = 2 * cos.shape[-1]
-    even, odd = x[..., -width:].to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)                 # [..., heads, pairs]
-    a, b = (even * cos + odd * sin, odd * cos - even * sin) if inverse else (even * cos - odd * sin, even * sin + odd * cos)
-    return torch.cat([x[..., :-width], to_bf16(torch.stack([a, b], -1).flatten(-2))], -1)
+def rotate(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:
+    """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
+    dims before stay. `inverse` turns back (the conjugate)."""
+    width = 2 * turn.shape[-1]
+    pairs = torch.view_as_complex(x[..., -width:].to(turn.real.dtype).unflatten(-1, (-1, 2)))       # [..., heads, pairs]
+    turned = torch.view_as_real(pairs * (turn.conj() if inverse else turn)).flatten(-2)
+    return torch.cat([x[..., :-width], to_bf16(turned)], -1)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
@@ -436,9 +430,9 @@ class Cache:
 
     Global KV, kept for every token: main KV rows (E2M1 nibbles, E4M3 scales) and index keys (E2M1 nibbles, E8M0 scales) of
     each KV source, in storage that grows in steps. Local state, rings of fixed depth: window rows (E4M3 codes, E8M0
-    scales) of the last W - 1 + R tokens for every layer, float32 open compression groups of the last m - 1 + R, and the
-    last max_ngram - 1 + R compressed token ids for Engram, where R is the longest rollback. Rings are replaced, never
-    written in place: a snapshot costs nothing.
+    scales) of the last W - 1 + R tokens for every layer (draft stages: W + R), float32 open compression groups of the last
+    m - 1 + R, and the last max_ngram - 1 + R compressed token ids for Engram, where R is the longest rollback. Rings are
+    replaced, never written in place: a snapshot costs nothing.
 
     `lengths` are the tokens each row holds. `window_start` is, per part, the first position of the contiguous window
     rows present: skipping decoder layers (bounded prefill) moves it.
@@ -465,7 +459,8 @@ class Cache:
         self.key_rows = RowCodec(c.index_head_dim, E2M1_E8M0 if on.index_key else None, operand, device)
         self.rings: dict[tuple, Tensor] = {}
         for plan in self.plans:
-            depth = max(1, c.sliding_window - 1 + self.rollback)
+            # a draft stage looks back over W rows, not W - 1: the token it follows is not part of its block
+            depth = max(1, c.sliding_window - (plan.part != "draft") + self.rollback)
             self.rings["window", plan.layer] = self._empty(depth, self.window_rows.bytes)
             if plan.mode == "full" and plan.ratio > 1:
                 for what in ("kv", "score"):
@@ -596,7 +591,8 @@ class Cache:
         for key, ring in self.rings.items():
             depth = ring.shape[1]
             if key[0] == "window":
-                back = max(min(n - self.window_start[parts[key[1]]][row], self.config.sliding_window - 1), 0)
+                reach = self.config.sliding_window - (parts[key[1]] != "draft")
+                back = max(min(n - self.window_start[parts[key[1]]][row], reach), 0)
             else:
                 back = n % self.plans[key[1]].ratio if len(key) > 1 else min(n, self.config.engram_max_ngram_size - 1)
             slots = torch.arange(n - back, n, device=ring.device) % depth
@@ -660,7 +656,7 @@ class SparseAttention(nn.Module):
         B, S, H, d = q.shape
         q = q.to(self.num.operand(q.device))
         k = 0 if selection is None else selection.shape[-1]
-        sink = sink.to(self.num.arith).view(1, 1, H, 1)
+        sink = sink.to(self.num.arith).view(1, 1, H, 1) / self.scale     # one column more: it enters the sum unscaled
         out = []
         for q0, q1 in chunk.blocks((H * (chunk.window + QUERY_BLOCK + k) * 3 + k * d * 2) * self.num.arith.itemsize):
             Q = q1 - q0
@@ -676,8 +672,8 @@ class SparseAttention(nn.Module):
                 scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.view(B, Q, H, k)
                 parts.append(scores if empty is None else scores.masked_fill(empty.unsqueeze(2), -torch.inf))
-            parts = [torch.cat(parts, -1) * self.scale, sink.expand(B, Q, H, 1)]
-            p = torch.cat(parts, -1).softmax(-1)
+            parts.append(sink.expand(B, Q, H, 1))
+            p = (torch.cat(parts, -1) * self.scale).softmax(-1)
             o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), near.to(p.dtype)).view(B, Q, H, d)
             if k:
                 o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), far.view(B * Q, k, d).to(p.dtype)).view(o.shape)
@@ -749,34 +745,46 @@ class Indexer(nn.Module):
             self.wk = Linear(c.head_dim, c.index_head_dim, "bf16", num)
             self.k_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps, num)
 
-    def key(self, latent: Tensor, table: Rotation, cache: Cache) -> Tensor:
+    def key(self, latent: Tensor, table: Tensor, cache: Cache) -> Tensor:
         """Packed index keys [B, G, bytes] of un-rotated latents [B, G, d]."""
         return cache.key_rows.pack(rotate(self.k_norm(self.wk(latent)).unsqueeze(2), table).squeeze(2))
 
-    def forward(self, x: Tensor, qr: Tensor, table: Rotation, chunk: Chunk, cache: Cache, pool: Tensor | None) -> Selection:
+    def query(self, x: Tensor, qr: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], qr [B, S, q_lora] (quantised) -> index queries [B, S, h, e] and the weights [B, S, 1, h] of their heads."""
+        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, self.config.index_head_dim)), table)
+        operand = self.num.operand(x.device)
+        q = fake_quantise(q, E2M1_E8M0, operand) if self.num.fake_quant.index_query else q.to(operand)
+        return q, self.weights_proj(x).to(self.num.arith).unsqueeze(2)
+
+    def forward(self, x: Tensor, qr: Tensor, table: Tensor, chunk: Chunk, cache: Cache, pool: Tensor | None) -> Selection:
         """x [B, S, D], qr [B, S, q_lora] (quantised) -> the selection for every query."""
         c, plan, arith = self.config, self.plan, self.num.arith
-        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, c.index_head_dim)), table)         # [B, S, h, e]
-        q = fake_quantise(q, E2M1_E8M0, self.num.operand(x.device)) if self.num.fake_quant.index_query else \
-            q.to(self.num.operand(x.device))
-        w = self.weights_proj(x).to(arith).unsqueeze(2)                                              # [B, S, 1, h]
+        q, w = self.query(x, qr, table)
         n = max(end // plan.ratio for end in chunk.ends)
         n_blocks = -(-n // c.candidate_block_size)
-        pooled = plan.uses_pool and n_blocks > c.candidate_topk_blocks
-        width = c.candidate_topk_blocks * c.candidate_block_size if pooled else min(n, KEY_BLOCK)
+        confined = plan.uses_pool and n_blocks > c.candidate_topk_blocks
+        width = c.candidate_topk_blocks * c.candidate_block_size
+        gathered = confined and width * min(QUERY_BLOCK, chunk.width) < n   # else the queries of a block share all keys
+        per_query = width * (2 * self.heads + c.index_head_dim) if gathered else 2 * self.heads * min(n, KEY_BLOCK) + n
         rows, pools = [], []
-        for q0, q1 in chunk.blocks((width * (2 * self.heads + c.index_head_dim * pooled) + n) * arith.itemsize):
+        for q0, q1 in chunk.blocks(per_query * arith.itemsize):
             visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).unsqueeze(-1)                  # [B, Q, 1]
-            if pooled:
+            block = pool[:, q0:q1] if confined else None                                             # [B, Q, blocks]
+            if gathered:
                 inside = torch.arange(c.candidate_block_size, device=x.device)
-                block = pool[:, q0:q1].unsqueeze(-1)
-                place = torch.where(block >= 0, block * c.candidate_block_size + inside, n).flatten(2)   # [B, Q, P]
+                place = torch.where(block >= 0, block * c.candidate_block_size, n).unsqueeze(-1) + inside
+                place = place.flatten(2)                                                             # [B, Q, P]
                 scores = self.score_gathered(q[:, q0:q1], w[:, q0:q1], place, cache, n)
                 chosen = select_top(scores.masked_fill(place >= visible, -torch.inf), c.index_topk)
                 rows.append(torch.where(chosen < 0, -1, place.gather(-1, chosen.clamp_min(0))))
                 continue
             scores = self.score_all(q[:, q0:q1], w[:, q0:q1], cache, n)                              # [B, Q, n]
             scores = scores.masked_fill(torch.arange(n, device=x.device) >= visible, -torch.inf)
+            if confined:
+                outside = torch.ones(*block.shape[:2], n_blocks + 1, dtype=torch.bool, device=x.device)
+                outside.scatter_(-1, torch.where(block < 0, n_blocks, block), False)
+                outside = outside[..., :n_blocks].repeat_interleave(c.candidate_block_size, -1)[..., :n]
+                scores = scores.masked_fill(outside, -torch.inf)
             rows.append(select_top(scores, c.index_topk))
             if plan.makes_pool:
                 blocks = F.pad(scores, (0, -n % c.candidate_block_size), value=-torch.inf)
@@ -884,13 +892,18 @@ class Gate(nn.Module):
         if config.vision_config is not None:
             self.bias_vl = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor, in_image: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [T, D], in_image bool [T] -> (weights [T, k], experts [T, k]) in descending order of affinity + bias."""
-        scores = F.softplus(product(x, self.weight, self.num.arith)).sqrt()                          # [T, E]
+    def affinities(self, x: Tensor, in_image: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [T, D], in_image bool [T] -> the affinity of every expert [T, E], and affinity + bias, which chooses."""
+        scores = F.softplus(product(x, self.weight, self.num.arith)).sqrt()
         bias = self.bias.to(scores.dtype)
         if in_image is not None:
             bias = torch.where(in_image.unsqueeze(-1), self.bias_vl.to(scores.dtype), bias)
-        experts = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
+        return scores, scores + bias
+
+    def forward(self, x: Tensor, in_image: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [T, D], in_image bool [T] -> (weights [T, k], experts [T, k]) in descending order of affinity + bias."""
+        scores, biased = self.affinities(x, in_image)
+        experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
         weights = scores.gather(-1, experts)
         if self.config.norm_topk_prob and self.active > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -1008,6 +1021,8 @@ class Sinkhorn(nn.Module):
         self.register_buffer("row_sums", torch.from_numpy(np.kron(eye, ones)).to(num.arith), persistent=False)
         self.register_buffer("column_sums", torch.from_numpy(np.kron(ones, eye)).to(num.arith), persistent=False)
         self.register_buffer("floor", torch.from_numpy(np.full(N * N, self.eps)).to(num.arith), persistent=False)
+        part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
+        self.register_buffer("part", torch.from_numpy(part), persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:                                                     # [..., N, N]
         comb = (logits.softmax(-1) + self.eps).view(-1, self.floor.shape[0])                         # [T, N N]
@@ -1019,17 +1034,16 @@ class Sinkhorn(nn.Module):
 
 
 def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Manifold-constrained hyper-connection of streams x [B, S, N, D], in the dtype of sinkhorn's arithmetic:
-    how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
+    """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
     (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
     arith, N = sinkhorn.floor.dtype, x.shape[-2]
     x = x.flatten(-2).to(arith)
-    mix = F.linear(x, fn.to(arith)) * (x.square().mean(-1, keepdim=True) + eps).rsqrt()              # [B, S, (2 + N) N]
-    scale, base = scale.to(arith), base.to(arith)
-    pre = torch.addcmul(base[:N], mix[..., :N], scale[0]).sigmoid() + sinkhorn.eps
-    post = 2 * torch.addcmul(base[N : 2 * N], mix[..., N : 2 * N], scale[1]).sigmoid()
-    comb = sinkhorn(torch.addcmul(base[2 * N :], mix[..., 2 * N :], scale[2]).unflatten(-1, (N, N)))
-    return pre, post, comb
+    rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps
+    mix = F.linear(x, fn.to(arith)) * rms.rsqrt()                                                    # [B, S, (2 + N) N]
+    mix = torch.addcmul(base.to(arith), mix, scale.to(arith)[sinkhorn.part])
+    gates = mix[..., : 2 * N].sigmoid()
+    comb = sinkhorn(mix[..., 2 * N :].unflatten(-1, (N, N)))
+    return gates[..., :N] + sinkhorn.eps, 2 * gates[..., N:], comb
 
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
@@ -1039,8 +1053,8 @@ def collapse(x: Tensor, pre: Tensor) -> Tensor:
 
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write a sublayer's y [B, S, D]: stream j becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
-    mixed = comb.transpose(-1, -2) @ x.to(comb.dtype)
-    return to_bf16(torch.addcmul(mixed, post.unsqueeze(-1), y.to(comb.dtype).unsqueeze(-2)))
+    weights = torch.cat([comb.transpose(-1, -2), post.unsqueeze(-1)], -1)                            # [B, S, N, N + 1]
+    return to_bf16(weights @ torch.cat([x, y.unsqueeze(-2).to(x.dtype)], -2).to(comb.dtype))
 
 
 class Block(nn.Module):
@@ -1066,12 +1080,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, pre_mix: Tensor, given: Selection | None, tables: Tables, chunk: Chunk, cache: Cache,
                 in_image: Tensor | None) -> tuple[Tensor, Tensor, Selection | None]:
         """Streams x [B, S, N, D] bf16, pre_mix [B, S, N] -> the same after the layer, and the selection handed up."""
-        pre, post, comb = hyper_connection(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
-        a, given = self.attn(self.attn_norm(collapse(x, pre_mix)), given, tables, chunk, cache)
-        x = write_streams(a, x, post, comb)
-        next_pre, post, comb = hyper_connection(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
-        f = self.ffn(self.ffn_norm(collapse(x, pre)), in_image)
-        return write_streams(f, x, post, comb), next_pre, given
+        arith = pre_mix.dtype
+        streams = x.to(arith)
+        pre, post, comb = hyper_connection(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
+        a, given = self.attn(self.attn_norm(collapse(streams, pre_mix)), given, tables, chunk, cache)
+        streams = write_streams(a, streams, post, comb).to(arith)
+        next_pre, post, comb = hyper_connection(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
+        f = self.ffn(self.ffn_norm(collapse(streams, pre)), in_image)
+        return write_streams(f, streams, post, comb), next_pre, given
 
     def publish(self, x: Tensor, pre_mix: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Only the global KV of streams x, for tokens that this layer and those after it will not process."""
@@ -1085,9 +1101,9 @@ class Tables:
 
     def __init__(self, plain: Tensor, yarn: Tensor, arith: torch.dtype) -> None:
         self.freqs, self.arith = (plain, yarn), arith
-        self._made: dict[tuple[bool, int], tuple[Tensor, Rotation]] = {}
+        self._made: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
 
-    def of(self, plan: LayerPlan, positions: Tensor) -> Rotation:
+    def of(self, plan: LayerPlan, positions: Tensor) -> Tensor:
         """Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for everything in the layer."""
         key = plan.ratio > 0, id(positions)   # the entry holds the positions, so the id stays theirs
         if key not in self._made:

@@ -153,6 +153,8 @@ def load_image(source: str | os.PathLike[str] | bytes | Image.Image, vision_conf
 
 
 def _patches(image: Image.Image, name: str, c: VisionConfig) -> ImageInput:
+    if image.width * image.height == 0:
+        raise ValueError(f"{name} has no pixels")
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"{name} has too many pixels: {image.width} x {image.height}, the limit is {MAX_PIXELS:,}")
     n_llm_h, n_llm_w, height, width = plan_image(image.width, image.height, c)

@@ -376,8 +376,8 @@ def test_image_source():
 
 NASTY = [
     "", " ", "\n", "\n\n", "a", "é世界🙂", "\u2028", "\x00", '"', "'", "\\", "\\n", "<", ">", "</", "{x}", "%s", "::",
-    "&lt;", '" string="true">', '">\n', "<tool_result>", "true", "null", "1", "[1, 2]", '{"a": 1}', "<|DSML| calls>", "｜",
-    USER, SYSTEM, "<｜query｜>",
+    "&lt;", '" string="true">', '">\n', "<tool_result>", "true", "null", "1", "[1, 2]", '{"a": 1}', "<|DSML| calls>",
+    "｜", USER, SYSTEM, "<｜query｜>",
 ]
 # In the value of a string argument even the format's own tags are plain text, except the one that ends it.
 TAGS = [
@@ -483,6 +483,9 @@ BAD_COMPLETIONS = {  # text, error, what forgiveness makes of it: content and na
     "text in the block": (block("a" + invoke(X)) + EOS, "expected <｜DSML｜ invoke name=.*, found 'a<", None, []),
     "no name": (block(invoke(X).replace(' name="f"', "")) + EOS, "expected <｜DSML｜ invoke name=", None, []),
     "no newline after the name": (block(invoke(X).replace('f">\n', 'f">')) + EOS, "expected <｜DSML｜ invoke", None, []),
+    "head that swallows": (
+        block('<｜DSML｜ invoke name="f>\n<｜DSML｜ parameter name="x" string="true">\n</｜DSML｜ invoke>\n') + EOS,
+        "expected <｜DSML｜ invoke name=", None, []),
     "no newline after a call": (block(invoke(X).rstrip()) + EOS, "the call of 'f' is not closed", None, []),
     "text in a call": (block(invoke(X + "a")) + EOS, "the call of 'f' is not closed", None, []),
     "empty line after parameters": (block(invoke(X + "\n")) + EOS, "the call of 'f' is not closed", None, []),
@@ -545,7 +548,7 @@ def test_every_cut_of_a_reply_is_forgiven(mode: str):
     whole = parse_completion(completion, mode)
     answer = completion.partition(THINK_END)[2] if mode == "thinking" else completion
     seen = 0
-    for end in range(len(completion)):
+    for end in range(len(completion) - len(EOS) + 1):  # EOS is one token: it is there or not
         text = completion[:end]
         with pytest.raises(ValueError):
             parse_completion(text, mode)
@@ -553,6 +556,8 @@ def test_every_cut_of_a_reply_is_forgiven(mode: str):
         calls = message["tool_calls"]
         assert calls == whole["tool_calls"][:len(calls)] and len(calls) >= seen
         seen = len(calls)
+        if seen == 2:
+            assert message["content"] == "a\n"  # a cut closing tag is no loss
         if mode == "thinking" and THINK_END not in text:
             assert (message["reasoning_content"], message["content"]) == (text, "")
         elif not calls:  # nothing is lost: what is no complete call is still there as text
@@ -560,8 +565,7 @@ def test_every_cut_of_a_reply_is_forgiven(mode: str):
             assert message["reasoning_content"] == whole["reasoning_content"]
         else:
             assert message["content"].startswith("a\n")
-    assert seen == 2
-    assert parse_completion(completion.removesuffix(EOS), mode, strict=False) == whole
+    assert seen == 2 and message == whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -648,6 +652,26 @@ def test_a_reply_cut_anywhere_is_split_and_closed(encode, mode: str, sampled: st
     think = reasoning.removesuffix(THINK_END) + THINK_END if mode == "thinking" else ""
     expected = [s.text for s in segments if s.message == 0] + [think, answer.removesuffix(EOS), EOS]
     assert ids == encode("".join(expected) + "".join(s.text for s in segments if s.message == 2))
+
+
+@pytest.mark.parametrize("mode", ["chat", "thinking"])
+def test_a_chat_survives_whatever_a_model_samples(encode, mode: str):
+    rng = random.Random(f"soup {mode}")
+    pieces = NASTY + TAGS * 3 + [IMAGE, "f", '<｜DSML｜ invoke name="', "</｜DSML｜ parameter>\n", block(invoke(X, IMAGE))]
+    with_calls = 0
+    for _ in range(400):
+        start = rng.choice(["", "r" + THINK_END]) if mode == "thinking" else ""
+        text = start + "".join(rng.choice(pieces) for _ in range(rng.randrange(12)))
+        message = parse_completion(text, mode, strict=False)
+        with_calls += bool(message["tool_calls"])
+        segments = render_segments([user("q"), message, user("p")], mode)
+        reply = split_reply(encode(text), mode, encode)
+        ids, positions = prompt_ids(segments, encode, {1: reply})
+        think = THINK_START if mode == "thinking" else THINK_END
+        answer = reply[1] if reply[1][-1:] == encode(EOS) else reply[1] + encode(EOS)
+        assert ids[-len(answer) - 4:] == answer + encode(USER + "p" + ASSISTANT + think)
+        assert positions == []
+    assert with_calls >= 10
 
 
 def test_open_answer_stays_open(encode):

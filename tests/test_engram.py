@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 
+from encoding import ASSISTANT, BOS, DSML, EOS, IMAGE, LATEST_REMINDER, SYSTEM, TASKS, THINK_END, THINK_START, USER
 from engram import (DEAD, Engram, EngramIndex, EngramTable, NgramHash, TableRows, build_token_map, compress_ids,
                     engram_hashes, engram_multipliers, engram_primes, map_tensor, ngram_hashes, ngram_windows)
 from golden_data import CHECKPOINT, golden, same_bits
@@ -143,6 +144,19 @@ def test_real_tokenizer_has_99092_classes_and_the_released_rows(tmp_path: Path) 
     windows = ngram_windows(index.compress(torch.tensor([example["ids"]])), 4)
     assert index.rows(windows, 0)[0].tolist() == example["rows_layer_1"]
     assert index.rows(windows, 1)[0].tolist() == example["rows_layer_14"]
+
+
+def test_shipped_tokenizer_has_the_special_tokens_and_loses_nothing() -> None:
+    path = Path(__file__).parent.parent / "tiny" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    assert len(build_token_map(path, 1592)) == tokenizer.get_vocab_size() == 2048
+    named = [BOS, EOS, SYSTEM, USER, ASSISTANT, LATEST_REMINDER, IMAGE, DSML, THINK_START, THINK_END]
+    named += [f"<｜{task}｜>" for task in TASKS]
+    assert all(len(tokenizer.encode(token).ids) == 1 for token in named)
+    assert tokenizer.encode(BOS + EOS + "<｜▁pad▁｜>").ids == [0, 1, 2]
+    odd = "  a\r\n\tb  ", "<｜User|> 你好 🙂 \0 1234567 \u0301", BOS + USER + "hi", "".join(map(chr, range(0x20, 0x3000)))
+    for text in odd:
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:
@@ -542,6 +556,7 @@ def test_gate_equals_its_definition(gain: float) -> None:
     projected = module.wkv(module.embed.gather(rows).flatten(-2))                 # [B, S, (N + 1) * D]
     keys, value = projected[..., :192].unflatten(-1, (3, 64)), projected[..., 192:]
     h = (2 * torch.randn(2, 5, 3, 64, generator=g)).bfloat16()
+    h[1, 4] = 0  # a stream of zeros has a norm: eps
     if gain < 1:
         # against half the value the gate's distance from 1/2 is what is left over: 2.5e-4 at the floor, 0 without it
         h = (-0.5 * value).unsqueeze(-2).expand(2, 5, 3, 64).contiguous()
@@ -567,6 +582,24 @@ def test_shut_tokens_keep_their_streams_bit_for_bit() -> None:
     out, open_ = module(h, rows, shut), module(h, rows)
     assert same_bits(out[shut], h[shut])
     assert same_bits(out[~shut], open_[~shut]) and not torch.equal(open_[~shut], h[~shut])
+
+
+def test_streams_of_two_ranks_equal_those_of_one() -> None:
+    g = torch.Generator().manual_seed(9)
+    h, rows = torch.randn(2, 4, 3, 64, generator=g).bfloat16(), torch.randint(24, (2, 4, 2), generator=g)
+    whole, parts = random_engram(), [random_engram(), random_engram()]
+    for rank, module in enumerate(parts):
+        source = module.embed.source
+        module.embed = EngramTable(24, 32, Ranks(rank, 2))
+        module.embed.attach(source)
+
+    class Adding(Ranks):  # stands for the all-reduce: adds what the other rank would send
+        def sum(self, x: Tensor) -> Tensor:
+            return x + parts[1 - self.rank].embed.gather(rows).flatten(-2).to(x.dtype)
+
+    for rank, module in enumerate(parts):
+        module.ranks = Adding(rank, 2)
+        assert same_bits(module(h, rows), whole(h, rows))
 
 
 def test_exact_streams_do_not_depend_on_chunks_or_batch() -> None:

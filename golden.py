@@ -1,0 +1,797 @@
+"""Golden recordings: what the model computes, position by position, and a comparison that names the first difference.
+
+    python golden.py record  --ckpt-path DIR (--prompt TEXT | --messages FILE.json | --tokens FILE.json) [--image FILE ...]
+                             --decode N --out FILE.safetensors [--level logits|layers|all]
+    python golden.py compare A.safetensors B.safetensors [--ckpt-path DIR] [--map FILE.json] [--json] [--plot FILE.png]
+    python golden.py noise   A.safetensors --ckpt-path DIR      tolerances, from reruns with rounding noise
+    python golden.py show    A.safetensors [--layer I]          what is in a recording; which rows a layer selects
+
+A recording is FILE.safetensors, values only, and FILE.manifest.json, the facts of the run. In exact mode the values are
+the same bytes for any chunking, batch, number of ranks and device, drafted or not. They are taken by forward hooks
+(`Recorder`) and written to their place in the file as they come, so a recording never has to fit in memory.
+
+`compare` goes through the tensors in the order of computation (`STEPS`). The first one that differs is a cause; one that
+differs at earlier positions than all causes before it is another. With a checkpoint the model is run again with every
+step reading what B recorded (`Forcing`): a step that then gives something else than B holds is wrong by itself, all
+others are consequences. docs/checking-an-engine.md shows how to use this on another engine.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from convert import PARTIAL, load_model, open_checkpoint, weights_digest, write_atomically
+from dspark import Sampler, SpeculativeDecoder
+from encoding import encode_messages, image_source
+from model import Block, Cache, Chunk, ImageTokens, ModelConfig, Selection, SparseAttention, Transformer, argmax_lowest, plan_layers
+from quant import FakeQuant, Linear, RMSNorm, to_bf16
+from vision import ImageInput, load_image
+
+TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+         "I8": torch.int8}
+LEVELS = ("logits", "layers", "all")
+TIES = "lowest index, for selected rows, candidate blocks, experts and tokens"
+BLOCK = 32 << 20         # bytes of one tensor in memory at a time, when files are compared
+
+# What computes each array of a layer, in the order of computation; the level that records it.
+STEPS: dict[str, tuple[str, str]] = {
+    "engram_rows": ("layers", "Engram: token map, look-back, hashes; the pad class where look-back is blocked"),
+    "engram_in": ("layers", "streams before Engram, from the layer below"),
+    "engram_out": ("layers", "Engram: rows of the table, wkv, gate"),
+    "input": ("layers", "streams at the entry of the layer: embedding or image features, the layer below, Engram"),
+    "pre_mix": ("layers", "mHC: the pre of the sublayer before, from its streams"),
+    "attn_in": ("layers", "mHC: read with pre_mix; attn_norm"),
+    "q": ("all", "queries: wq_a, q_norm, wq_b, rotary"),
+    "window_kv": ("all", "window rows: wkv, kv_norm, rotary, FP8"),
+    "main_kv": ("all", "main KV: compressor, pooling of a group, rotary at its first token, FP4"),
+    "index_key": ("all", "index keys: wk of the un-rotated latent, k_norm, rotary at the group's first token, FP4"),
+    "index_query": ("all", "index queries: indexer.wq_b, rotary, FP4"),
+    "topk": ("layers", "indexer: scores and the selection of rows"),
+    "topk_margin": ("layers", "indexer: the gap of the scores at the cut"),
+    "candidates": ("layers", "candidate pool: block maxima, the newest block pinned"),
+    "candidates_margin": ("layers", "candidate pool: the gap at the cut"),
+    "attention": ("all", "sparse attention: window and selected rows, scale, sink"),
+    "attn_out": ("layers", "inverse rotary, wo_a, wo_b (without level all: the whole of attention)"),
+    "ffn_in": ("layers", "mHC: attention's result written (post, comb), streams read with pre; ffn_norm"),
+    "route_experts": ("layers", "gate: affinities + bias (bias_vl inside images), the best experts"),
+    "route_weights": ("layers", "gate: weights of the chosen experts: affinities without bias, normalised, scaled"),
+    "route_margin": ("layers", "gate: the gap at the cut"),
+    "ffn_out": ("layers", "experts: w1, w3, limits, SwiGLU, routing weight before w2; shared expert"),
+    "output": ("layers", "mHC: the experts' result written (post, comb)"),
+}
+BEFORE = {"tokens": "tokens", "prompt_length": "tokens", "positions": "tokens",
+          "image.token_types": "image spans in the prompt", "image.types": "image span: resize plan",
+          "image.grids": "image: resize plan",
+          "image.patches": "image: decoding, resizing, normalisation", "image.vit": "vision tower",
+          "image.features": "aligner"}
+AFTER = {"final_hidden": "streams read with the last pre; norm", "logits": "language-model head",
+         "dspark.main_hidden": "DSpark: mean over the streams at the entry of the target layers",
+         "dspark.logits": "DSpark: main_proj, draft layers, head, Markov bias", "dspark.tokens": "DSpark: greedy drafts",
+         "dspark.confidence": "DSpark: confidence head"}
+SETS = ("topk", "candidates")                                  # rows of ids, ascending, -1 empty: compared as sets
+MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}
+FLOAT32 = ("pre_mix", "route_weights")    # unrounded, so their last float32 digit is not pinned down
+ROUTE_GRID = 2.0**20     # route margins come in steps of 2**-20: the last digits of float64 would show otherwise
+
+
+def order(name: str) -> tuple[int, int, int, str]:
+    """Sort key: the order of computation."""
+    layer = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
+    if layer and layer[2] in STEPS:
+        return 1, int(layer[1]), list(STEPS).index(layer[2]), ""
+    group, names = (0, list(BEFORE)) if name in BEFORE else (2, list(AFTER))
+    return (group, 0, names.index(name), "") if name in names else (3, 0, 0, name)
+
+
+def mechanism(name: str) -> str:
+    kind = name.rpartition(".")[2]
+    return BEFORE.get(name) or AFTER.get(name) or (STEPS[kind][1] if kind in STEPS else "not a known array")
+
+
+# ------------------------------------------------------------------------------------------------------ writing a file
+
+@dataclass(frozen=True)
+class Sheet:
+    """An array of a recording. Row 0 stands for `first`: a position, a group of m tokens, or a decode step."""
+    dtype: str
+    shape: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * TYPES[self.dtype].itemsize
+
+
+def layout(c: ModelConfig, prompt: int, total: int, level: str = "layers", layers: Iterable[int] | None = None,
+           span: tuple[int, int] | None = None, logits: bool = True, draft: bool = False,
+           images: list[ImageInput] | None = None) -> dict[str, Sheet]:
+    """Every array of a recording of `total` tokens, of which `prompt` are given, in the order of computation; `layers`
+    and `span` (first position, last + 1) restrict it."""
+    a, b = (0, total) if span is None else span
+    n, N, D, k = b - a, c.hc_mult, c.hidden_size, c.num_experts_per_tok
+    out = {"tokens": Sheet("I64", (total,)), "prompt_length": Sheet("I64", (1,))}
+    if span is not None:
+        out["positions"] = Sheet("I64", (n,), a)
+    if images and level != "logits":
+        p, patches = c.vision_config.patch_size, sum(len(image.patches) for image in images)
+        out["image.token_types"] = Sheet("I8", (total,))
+        out["image.types"] = Sheet("I8", (sum(len(image.span) for image in images),))
+        out["image.grids"] = Sheet("I32", (len(images), 2))
+        out["image.patches"] = Sheet("BF16", (patches, 3, p, p))
+        out["image.vit"] = Sheet("BF16", (patches, c.vision_config.hidden_size))
+        out["image.features"] = Sheet("BF16", (sum(h * w for h, w in (image.llm_grid for image in images)), D))
+    for plan in plan_layers(c)[: c.num_hidden_layers] if level != "logits" else ():
+        if layers is not None and plan.layer not in layers:
+            continue
+        shapes = {"input": ("BF16", N, D), "pre_mix": ("F32", N), "output": ("BF16", N, D), "route_experts": ("I32", k),
+                  "route_weights": ("F32", k), "route_margin": ("F32",)}
+        shapes |= {name: ("BF16", D) for name in ("attn_in", "attn_out", "ffn_in", "ffn_out")}
+        shapes |= {name: ("BF16", c.num_attention_heads, c.head_dim) for name in ("q", "attention")}
+        shapes["window_kv"] = "BF16", c.head_dim
+        if plan.engram is not None:
+            shapes |= {"engram_rows": ("I64", (c.engram_max_ngram_size - 1) * c.engram_n_heads), "engram_in": ("BF16", N, D),
+                       "engram_out": ("BF16", N, D)}
+        if plan.mode == "full":
+            shapes |= {"main_kv": ("BF16", c.head_dim), "index_key": ("BF16", c.index_head_dim)}
+        if plan.mode in ("full", "reindex"):
+            shapes |= {"topk": ("I32", c.index_topk), "topk_margin": ("F32",),
+                       "index_query": ("BF16", c.index_n_heads, c.index_head_dim)}
+        if plan.makes_pool:
+            shapes |= {"candidates": ("I32", c.candidate_topk_blocks), "candidates_margin": ("F32",)}
+        for name, (least, _) in STEPS.items():
+            if name in shapes and LEVELS.index(least) <= LEVELS.index(level):
+                m = plan.ratio if name in ("main_kv", "index_key") else 1     # groups whose last token is in the span
+                out[f"layers.{plan.layer}.{name}"] = Sheet(shapes[name][0], (b // m - a // m, *shapes[name][1:]), a // m)
+    if level == "all":
+        out["final_hidden"] = Sheet("BF16", (n, D), a)
+    if logits:
+        out["logits"] = Sheet("F32", (n, c.vocab_size), a)
+    if draft:
+        T, first = c.dspark_block_size, max(a - prompt, 0)
+        steps = max(b - prompt, first) - first
+        if level != "logits":
+            out["dspark.main_hidden"] = Sheet("BF16", (n, len(c.dspark_target_layer_ids) * D), a)
+        out["dspark.logits"] = Sheet("F32", (steps, T, c.vocab_size), first)
+        out["dspark.tokens"] = Sheet("I64", (steps, 1 + T), first)
+        out["dspark.confidence"] = Sheet("F32", (steps, T), first)
+    return out
+
+
+class Writer:
+    """A safetensors file whose arrays are filled in any order. It gets its name when it is complete."""
+
+    def __init__(self, path: Path, sheets: dict[str, Sheet]) -> None:
+        self.path, self.sheets, self.offset = path, sheets, {}
+        names = sorted(sheets, key=lambda name: -TYPES[sheets[name].dtype].itemsize)   # wide ones first: all are aligned
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name in names:
+            size = sheets[name].row_bytes * sheets[name].shape[0]
+            header[name] = {"dtype": sheets[name].dtype, "shape": sheets[name].shape, "data_offsets": [position, position + size]}
+            self.offset[name], position = position, position + size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.offset = {name: 8 + len(text) + start for name, start in self.offset.items()}
+        self.filled = {name: np.zeros(sheet.shape[0], bool) for name, sheet in sheets.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.partial = path.with_name(path.name + PARTIAL)
+        self.file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.pwrite(self.file, len(text).to_bytes(8, "little") + text, 0)
+        os.ftruncate(self.file, 8 + len(text) + position)
+
+    def write(self, name: str, index: int, rows: Tensor) -> None:
+        """Rows [n, ...] from `index` on; those outside of the array are left out."""
+        sheet = self.sheets[name]
+        if tuple(rows.shape[1:]) != sheet.shape[1:]:
+            raise RuntimeError(f"{name}: rows {list(rows.shape)} do not fit {list(sheet.shape)}")
+        skip = max(sheet.first - index, 0)
+        rows = rows[skip : max(sheet.first + sheet.shape[0] - index, 0)]
+        if rows.shape[0]:
+            at = index + skip - sheet.first
+            data = rows.detach().to("cpu", TYPES[sheet.dtype]).contiguous().view(-1).view(torch.uint8).numpy()
+            view, place = memoryview(data), self.offset[name] + at * sheet.row_bytes
+            while view:     # one call writes 2 GiB at most
+                done = os.pwrite(self.file, view, place)
+                view, place = view[done:], place + done
+            self.filled[name][at : at + rows.shape[0]] = True
+
+    def gaps(self) -> dict[str, int]:
+        """Arrays with rows that were not computed, and the first position from which on all are."""
+        return {name: self.sheets[name].first + int(np.flatnonzero(~filled)[-1]) + 1
+                for name, filled in self.filled.items() if not filled.all()}
+
+    def close(self) -> None:
+        """Mark what was not computed, NaN or -1, and give the file its name."""
+        for name in self.gaps():
+            sheet = self.sheets[name]
+            kind = TYPES[sheet.dtype]
+            blank = torch.full((1, *sheet.shape[1:]), torch.nan if kind.is_floating_point else -1, dtype=kind)
+            for row in np.flatnonzero(~self.filled[name]):
+                self.write(name, sheet.first + int(row), blank)
+        os.fsync(self.file)
+        os.close(self.file)
+        os.replace(self.partial, self.path)
+
+    def discard(self) -> None:
+        os.close(self.file)
+        self.partial.unlink(missing_ok=True)
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".safetensors") + ".manifest.json")
+
+
+def write_manifest(path: Path, facts: dict[str, Any]) -> None:
+    write_atomically(manifest_path(path), [json.dumps(facts, indent=1, ensure_ascii=False).encode() + b"\n"])
+
+
+# ----------------------------------------------------------------------------------------------------------- recording
+
+class Recorder:
+    """Forward hooks that write one row of a batch. `chunk` is the chunk that the model is working on."""
+
+    def __init__(self, model: Transformer, sheets: dict[str, Sheet], write: Callable[[str, int, Tensor], None], row: int = 0) -> None:
+        self.model, self.sheets, self.write, self.row = model, sheets, write, row
+        self.chunk: Chunk | None = None
+        self.entered: dict[int, tuple[Tensor, Tensor, Tensor]] = {}     # Engram runs before its layer's chunk is known
+        self.images = 0, 0
+        self.handles = [handle for block in model.layers for handle in self._layer(block)]
+        on = self._on
+        self.handles += [
+            on(model, lambda args, out: self._outputs(out)),
+            on(model.norm, lambda args, out: self.put("final_hidden", out))]
+        if "image.patches" in sheets:
+            self.handles += [on(model.vision, lambda args, out: self._image(0, args[0], out)),
+                             on(model.aligner, lambda args, out: self._image(1, out))]
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @staticmethod
+    def _on(module: nn.Module, take: Callable[[tuple, Any], None]) -> Any:
+        return module.register_forward_hook(lambda _, args, out: take(args, out))     # take returns None: nothing changes
+
+    def put(self, name: str, value: Tensor) -> None:
+        """value [B, S, ...] for the tokens of the chunk, or [B, 1, ...] for the last one."""
+        if name not in self.sheets:
+            return
+        start, end = self.chunk.starts[self.row], self.chunk.ends[self.row]
+        whole = value.shape[1] == self.chunk.width
+        self.write(name, start if whole else end - 1, value[self.row, : end - start if whole else 1])
+
+    def _layer(self, block: Block) -> Iterator[Any]:
+        i, attn, on, put = block.plan.layer, block.attn, self._on, self.put
+        p = f"layers.{i}."
+
+        def begin(_: nn.Module, args: tuple) -> None:
+            self.chunk = args[4]
+            for name, value in zip(("engram_in", "engram_rows", "engram_out"), self.entered.pop(i, ())):
+                put(p + name, value)
+            put(p + "input", args[0])
+            put(p + "pre_mix", args[1])
+
+        yield block.register_forward_pre_hook(begin)
+        yield on(block, lambda args, out: put(p + "output", out[0]))
+        if not any(name.startswith(p) for name in self.sheets):
+            return
+        if block.engram is not None:
+            yield on(block.engram, lambda args, out: self.entered.update({i: (args[0], args[1], out)}))
+        yield on(block.attn_norm, lambda args, out: put(p + "attn_in", out))
+        yield on(attn, lambda args, out: put(p + "attn_out", out[0]))
+        yield on(block.ffn_norm, lambda args, out: put(p + "ffn_in", out))
+        yield on(block.ffn, lambda args, out: put(p + "ffn_out", out))
+        yield on(block.ffn.gate, lambda args, out: self._gate(p, block.ffn.gate, args, out))
+        yield on(attn.core, lambda args, out: self._core(p, args, out))
+        if block.plan.mode == "full":
+            yield attn.indexer.register_forward_pre_hook(lambda _, args: self.compressed(i, args[3], args[4]))
+        if block.plan.mode in ("full", "reindex"):
+            yield on(attn.indexer, lambda args, out: self._indexer(p, attn.indexer, args, out))
+
+    def _heads(self, name: str, x: Tensor) -> None:                                                # [B, S, heads, d]
+        if name in self.sheets:     # the heads of all ranks; float32 because not every backend sends bfloat16
+            self.put(name, self.model.ranks.gather(x.flatten(2).to(torch.float32)).unflatten(-1, (-1, x.shape[-1])))
+
+    def _core(self, p: str, args: tuple, out: Tensor) -> None:
+        q, window, depth, _, chunk, cache = args[:6]
+        self._heads(p + "q", q)
+        self._heads(p + "attention", out)
+        if p + "window_kv" in self.sheets:
+            new = window.view(len(chunk.starts), depth + chunk.width, -1)[:, depth:]               # [B, S, bytes]
+            self.put(p + "window_kv", cache.window_rows.unpack(new))
+
+    def compressed(self, layer: int, chunk: Chunk, cache: Cache) -> None:
+        """The packed rows that a KV source has written for this chunk's groups."""
+        ratio, row = cache.plans[layer].ratio, self.row
+        for name, store, codec in (("main_kv", cache.main, cache.main_rows), ("index_key", cache.keys, cache.key_rows)):
+            name, j1 = f"layers.{layer}.{name}", chunk.ends[row] // ratio
+            for j in range(chunk.starts[row] // ratio, j1, 4096) if name in self.sheets else ():
+                self.write(name, j, codec.unpack(store[layer][row, j : min(j + 4096, j1)]))
+
+    def _indexer(self, p: str, indexer: nn.Module, args: tuple, out: Selection) -> None:
+        c, x, qr, table, chunk, cache, pool = indexer.config, *args
+        for name, ids, width in (("topk", out.rows, c.index_topk), ("candidates", out.pool, c.candidate_topk_blocks)):
+            if p + name in self.sheets:
+                self.put(p + name, F.pad(ids, (0, width - ids.shape[-1]), value=-1))
+        if p + "topk_margin" not in self.sheets:
+            return
+        q, w = indexer.query(x, qr, table)
+        self._heads(p + "index_query", q)
+        ratio, block, device = indexer.plan.ratio, c.candidate_block_size, x.device
+        n = max(end // ratio for end in chunk.ends)
+        place, margins = torch.arange(n, device=device), []
+        for q0, q1 in chunk.blocks(n * (2 * indexer.heads + 6) * indexer.num.arith.itemsize):
+            scores = indexer.score_all(q[:, q0:q1], w[:, q0:q1], cache, n)                         # [B, Q, n]
+            visible = ((chunk.positions[:, q0:q1] + 1) // ratio).unsqueeze(-1)
+            scores = scores.masked_fill(place >= visible, -torch.inf)
+            blocks = F.pad(scores, (0, -n % block), value=-torch.inf).unflatten(-1, (-1, block)).amax(-1)
+            if indexer.plan.uses_pool:
+                inside = members(pool[:, q0:q1], blocks.shape[-1]).repeat_interleave(block, -1)
+                scores = scores.masked_fill(~inside[..., :n], -torch.inf)
+            found = [cut_margin(scores, out.rows[:, q0:q1])]
+            if indexer.plan.makes_pool:     # the newest block is in whatever its score
+                newest = torch.arange(blocks.shape[-1], device=device) == (visible - 1).div(block, rounding_mode="floor")
+                found.append(cut_margin(blocks.masked_fill(newest, torch.inf), out.pool[:, q0:q1]))
+            margins.append(found)
+        scale = (c.index_head_dim * c.index_n_heads) ** -0.5        # the paper's constant, left out of the scores
+        for name, parts in zip(("topk_margin", "candidates_margin"), zip(*margins)):
+            self.put(p + name, torch.cat(parts, 1) * scale)
+
+    def _gate(self, p: str, gate: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> None:
+        if p + "route_margin" not in self.sheets:
+            return
+        shape = len(self.chunk.starts), self.chunk.width
+        biased = gate.affinities(*args)[1]
+        margin = (cut_margin(biased, out[1]) * ROUTE_GRID).round() / ROUTE_GRID
+        for name, value in (("route_weights", out[0]), ("route_experts", out[1]), ("route_margin", margin)):
+            self.put(p + name, value.unflatten(0, shape))
+
+    def _outputs(self, out: Any) -> None:
+        for name, value in (("logits", out.logits), ("dspark.main_hidden", out.main_hidden)):
+            if value is not None:
+                self.put(name, value)
+
+    def _image(self, which: int, *values: Tensor) -> None:
+        """Images come one after the other: patches and the tower's output, then the aligner's."""
+        names, at = (("image.patches", "image.vit"), ("image.features",))[which], self.images[which]
+        for name, value in zip(names, values):
+            self.write(name, at, value)
+        self.images = tuple(n + len(values[0]) * (j == which) for j, n in enumerate(self.images))
+
+
+def members(ids: Tensor, n: int) -> Tensor:
+    """Sets of ids [..., k], -1 empty, as bool [..., n]."""
+    mask = torch.zeros(*ids.shape[:-1], n + 1, dtype=torch.bool, device=ids.device)
+    return mask.scatter_(-1, torch.where(ids < 0, n, ids.long()), True)[..., :n]
+
+
+def cut_margin(scores: Tensor, taken: Tensor) -> Tensor:
+    """The lowest score taken minus the highest left out, over the last axis; inf when nothing could have been swapped."""
+    mask = members(taken, scores.shape[-1])
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], torch.inf)
+    lowest, best = scores.masked_fill(~mask, torch.inf).amin(-1), scores.masked_fill(mask, -torch.inf).amax(-1)
+    return torch.where((lowest == torch.inf) | (best == -torch.inf), torch.inf, lowest - best)
+
+
+@dataclass
+class Prompt:
+    """Tokens as the model reads them, image spans expanded."""
+    tokens: Tensor                                          # int64 [P]
+    types: Tensor | None = None                             # int8 [P], of prompts with images
+    images: list[ImageInput] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def record(model: Transformer, prompt: Prompt, out: str | Path, *, decode: int = 0, level: str = "layers",
+           layers: Iterable[int] | None = None, span: tuple[int, int] | None = None, logits: bool = True, way: str = "full",
+           chunk_size: int = 512, batch: int = 1, speculative: bool = False, given: Tensor | None = None,
+           around: Iterable[Callable[[Recorder], Any]] = (), names: set[str] | None = None,
+           facts: dict[str, Any] | None = None) -> None:
+    """Run the model over a prompt and `decode` greedily chosen tokens (never stopping at EOS) and record it to `out`, with
+    its manifest; rank 0 writes.
+
+    batch > 1: the prompt is the last row, others of other lengths go along. speculative: the decoded tokens come from
+    drafts. `given` [decode]: feed these tokens instead of choosing. `around`: contexts made of the recorder and entered
+    inside it. `names`: only these arrays. ValueError for an empty prompt, a span outside of the run, unknown layers or levels.
+    """
+    c, out, P = model.config, Path(out), len(prompt.tokens)
+    total, row = P + decode, batch - 1
+    draft = model.mtp is not None and decode > 0
+    if P < 1 or decode < 0 or batch < 1 or chunk_size < 1:
+        raise ValueError(f"a prompt of {P} tokens, {decode} decoded, in a batch of {batch} and chunks of {chunk_size}: nothing to record")
+    if level not in LEVELS:
+        raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
+    if span is not None and not 0 <= span[0] < span[1] <= total:
+        raise ValueError(f"positions {span[0]}:{span[1]} are not within the {total} tokens of this run")
+    if layers is not None and not set(layers) <= set(range(c.num_hidden_layers)):
+        raise ValueError(f"layers {sorted(layers)} are not all among the {c.num_hidden_layers} of this model")
+    if speculative and model.mtp is None:
+        raise ValueError("speculation needs the draft head, which was not loaded")
+    sheets = layout(c, P, total, level, layers, span, logits, draft, prompt.images)
+    sheets = {name: sheet for name, sheet in sheets.items() if names is None or name in names}
+    writer = Writer(out, sheets) if model.ranks.rank == 0 else None
+
+    def write(name: str, index: int, rows: Tensor) -> None:
+        if writer is not None and name in sheets:
+            writer.write(name, index, rows)
+
+    try:
+        with ExitStack() as stack:
+            recorder = stack.enter_context(Recorder(model, sheets, write, row))
+            for enter in around:
+                stack.enter_context(enter(recorder))
+            tokens = _run(model, prompt, recorder, sheets, total, way, chunk_size, batch, speculative, given)
+        write("tokens", 0, tokens)
+        write("prompt_length", 0, torch.tensor([P]))
+        write("positions", 0, torch.arange(total))
+        if prompt.images:
+            write("image.token_types", 0, F.pad(prompt.types, (0, decode), value=-1))
+            write("image.types", 0, torch.cat([image.span for image in prompt.images]))
+            write("image.grids", 0, torch.tensor([image.grid for image in prompt.images]))
+        if writer is None:
+            return
+        gaps = writer.gaps()
+        if gaps and way == "full":
+            raise RuntimeError(f"not everything was recorded: {gaps}")
+        writer.close()
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+    quant = {f.name: getattr(model.num.fake_quant, f.name) for f in fields(FakeQuant)}
+    write_manifest(out, {
+        "format": "golden recording 1", "values_sha256": file_digest(out), **(facts or {}), "prompt_length": P, "decode": decode,
+        "level": level, "layers": None if layers is None else sorted(layers), "positions": span, "first_computed": gaps,
+        "numerics": "exact" if model.num.exact else "fast", "fake_quant": quant, "tie_rule": TIES, "prefill": way,
+        "chunk_size": chunk_size, "batch": batch, "row": row, "speculative": speculative, "tensor_parallel": model.ranks.size,
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor() or "cpu",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "config": asdict(c), "tolerances": None})
+
+
+def _run(model: Transformer, prompt: Prompt, recorder: Recorder, sheets: dict[str, Sheet], total: int, way: str,
+         chunk_size: int, batch: int, speculative: bool, given: Tensor | None) -> Tensor:
+    """Prefill, then decode; -> the tokens of the recorded row, [total]."""
+    P, row = len(prompt.tokens), batch - 1
+    # The other rows: the prompt turned around by some tokens, each three tokens shorter than the next.
+    ids = torch.stack([prompt.tokens.roll(7 * (row - b)) for b in range(batch)])                   # [B, P]
+    counts = [max(1, P - 3 * (row - b)) for b in range(batch)]
+    images = None
+    if prompt.images:
+        features = torch.cat([model.encode_image(image.patches, image.grid) for image in prompt.images])
+        types = torch.full(ids.shape, -1, dtype=torch.int8)
+        types[row] = prompt.types
+        images = ImageTokens(types.to(model.device), features)
+    cache = model.new_cache(batch, total + model.config.dspark_block_size + 1)
+    progress = tqdm(total=total, desc="recording", unit=" tokens", file=sys.stderr, leave=False,
+                    disable=not sys.stderr.isatty() or model.ranks.rank > 0)
+    if way == "full":
+        for c0 in range(0, P, chunk_size):
+            c1 = min(c0 + chunk_size, P)
+            sheet = sheets.get("logits")
+            wanted = sheet is not None and c0 < sheet.first + sheet.shape[0] and c1 > sheet.first
+            part = None if images is None else images.columns(c0, c1)
+            last = model(ids[:, c0:c1], cache, [min(max(n - c0, 0), c1 - c0) for n in counts], part, "all" if wanted else "last")
+            progress.update(c1 - c0)
+    else:
+        last = model.prefill(ids, cache, way, counts, images, chunk_size)
+        recorder._outputs(last)
+        whole = Chunk([0] * batch, counts, [0] * batch, P, 1, cache.device)
+        for layer in cache.main:
+            recorder.compressed(layer, whole, cache)
+    tokens = prompt.tokens.tolist()
+    chosen = int(argmax_lowest(last.logits[row, -1]))
+    decoder = SpeculativeDecoder(model, Sampler()) if speculative else None
+    while len(tokens) < total:
+        length = len(tokens)
+        if given is not None:
+            chosen = int(given[length - P])
+        if decoder is not None:
+            pending = [int(prompt.tokens[(length + b) % P]) for b in range(row)] + [chosen]
+            new = decoder.step(cache, pending, [True] * batch, [total - length] * batch)[row]
+            tokens += [chosen, *new[:-1]]
+            chosen = new[-1]
+        else:
+            feed = [[int(prompt.tokens[(length + b) % P])] for b in range(row)] + [[chosen]]
+            tokens.append(chosen)
+            chosen = int(argmax_lowest(model(torch.tensor(feed), cache).logits[row, -1]))
+        if "dspark.tokens" in sheets:
+            following = tokens[length + 1 :] + [chosen]
+            for at in range(length, len(tokens)):     # drafts after the token at each position, as if decoding stood there
+                then = cache
+                if at + 1 < len(tokens):
+                    then = cache.fork()
+                    then.truncate([*cache.lengths[:row], at + 1])
+                proposal = model.mtp.draft(model, torch.tensor([0] * row + [following[at - length]]), then)
+                for name, value in (("tokens", proposal.ids), ("logits", proposal.logits), ("confidence", proposal.confidence)):
+                    recorder.write(f"dspark.{name}", at - P, value[row :])
+        progress.update(len(tokens) - length)
+    progress.close()
+    return torch.tensor(tokens)
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+def _size(value: int | str, config: dict[str, Any]) -> int:
+    if isinstance(value, str) and not isinstance(config.get(value), int):
+        raise ValueError(f"the map uses {value!r}, which is no size in the configuration of A's manifest")
+    return config[value] if isinstance(value, str) else value
+
+
+def transform(x: Tensor, steps: list[list[Any]], config: dict[str, Any]) -> Tensor:
+    """The named transforms of a --map rule, in order. Sizes may be written as names of the configuration ("hidden_size").
+
+    ["reshape", sizes...]  ["transpose", axes...]  ["slice", axis, start, stop]  ["squeeze"] (axes of size 1 at the front)
+    ["view", "BF16"] (same bits, another type)     ["add", n] (to ids >= 0)
+    ["blocks"]  a mask bool [P, rows] of compressed rows -> ids [P, candidate_topk_blocks] of the blocks with any
+    """
+    for kind, *args in steps:
+        if kind == "view":
+            x = x.view(TYPES[args[0]])
+            continue
+        args = [_size(value, config) for value in args]
+        if kind == "reshape":
+            x = x.reshape(args)
+        elif kind == "transpose":
+            x = x.permute(args)
+        elif kind == "slice":
+            x = x.narrow(args[0], args[1], args[2] - args[1])
+        elif kind == "squeeze":
+            while x.dim() > 1 and x.shape[0] == 1:
+                x = x[0]
+        elif kind == "add":
+            x = torch.where(x >= 0, x + args[0], x)
+        elif kind == "blocks":
+            size, width = config["candidate_block_size"], config["candidate_topk_blocks"]
+            found = F.pad(x.bool(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1)
+            ids = torch.where(found, torch.arange(found.shape[-1]), found.shape[-1]).sort(-1).values
+            ids = F.pad(ids, (0, max(0, width - ids.shape[-1])), value=found.shape[-1])[..., :width]
+            x = torch.where(ids < found.shape[-1], ids, -1)
+        else:
+            raise ValueError(f"the map asks for an unknown transform {kind!r}")
+    return x
+
+
+class Recording:
+    """A recording of ours, or with a map any safetensors file that holds the same arrays under other names."""
+
+    def __init__(self, path: str | Path, mapping: str | Path | None = None, like: Recording | None = None) -> None:
+        self.path = Path(path)
+        try:
+            self.file = safe_open(self.path, framework="pt")
+            stored = self.file.keys()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+        facts = manifest_path(self.path)
+        self.manifest = read_json(facts) if facts.exists() else {}
+        self.config: dict[str, Any] = self.manifest.get("config") or (like.config if like is not None else {})
+        self.sources: dict[str, tuple[list[str], dict[str, Any]]] = {name: ([name], {}) for name in stored}
+        self.ignored: list[str] = []
+        if mapping is not None:
+            self._map(stored, read_json(mapping), mapping)
+        self._kept: tuple[str, Tensor] | None = None
+        n = self.shape("tokens")[0] if "tokens" in self.sources else len(like.tokens) if like is not None else 0
+        self.tokens = self.rows("tokens", 0, n).flatten() if "tokens" in self.sources else like.tokens if like is not None else None
+        if self.tokens is None:
+            raise ValueError(f"{path} holds no tokens: it is not a recording")
+        given = "prompt_length" in self.sources
+        self.prompt = int(self.rows("prompt_length", 0, 1)[0]) if given else like.prompt if like is not None else len(self.tokens)
+        positions = self.rows("positions", 0, self.shape("positions")[0]) if "positions" in self.sources else torch.arange(n)
+        self.span = int(positions[0]), int(positions[-1]) + 1
+
+    def _map(self, stored: list[str], mapping: dict[str, Any], path: str | Path) -> None:
+        self.sources = {}
+        try:
+            rules = [(re.compile(rule["from"]), rule) for rule in mapping["rules"]]
+        except (KeyError, TypeError, re.error) as error:
+            raise ValueError(f"{path} is not a map: it needs rules with a regular expression `from`: {error!r}") from None
+        natural = sorted(stored, key=lambda name: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", name)])
+        for name in natural:      # several tensors with one name, such as one for each step, are joined in this order
+            rule = next(((m, rule) for pattern, rule in rules if (m := pattern.fullmatch(name))), None)
+            if rule is None or rule[1].get("to") is None:
+                self.ignored += [name] if rule is None else []
+            else:
+                self.sources.setdefault(rule[0].expand(rule[1]["to"]), ([], rule[1]))[0].append(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sources
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._kept is None or self._kept[0] != name:
+            parts, rule = self.sources[name]
+            try:
+                pieces = [transform(self.file.get_tensor(part), rule.get("do", []), self.config) for part in parts]
+                self._kept = name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            except (RuntimeError, IndexError, TypeError) as error:
+                raise ValueError(f"{self.path}: {parts[0]} cannot be read as {name}: {str(error).splitlines()[0]}") from None
+        return self._kept[1]
+
+    def shape(self, name: str) -> list[int]:
+        parts, rule = self.sources[name]
+        return list(self._tensor(name).shape) if rule or len(parts) > 1 else self.file.get_slice(name).get_shape()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        parts, rule = self.sources[name]
+        return self._tensor(name)[start:stop] if rule or len(parts) > 1 else self.file.get_slice(name)[start:stop]
+
+    def unit(self, name: str) -> int:
+        """What the rows of an array are: 0 something else, -1 decode steps, m > 0 groups of m positions."""
+        kind = name.rpartition(".")[2]
+        if name.startswith("dspark.") and kind != "main_hidden":
+            return -1
+        if kind in ("main_kv", "index_key") and self.config:
+            return self.config["compress_ratios"][int(name.split(".")[1])]
+        return 0 if name.startswith("image.") and kind != "token_types" or kind in ("prompt_length", "positions") else 1
+
+    def first(self, name: str) -> int:
+        """What row 0 stands for. A map rule may say "rows": first position, or "prompt", "decode" or "last"."""
+        rows, unit = self.sources[name][1].get("rows"), self.unit(name)
+        if rows is not None:
+            return rows if isinstance(rows, int) else {"prompt": 0, "decode": self.prompt}.get(rows, len(self.tokens) - 1)
+        if unit == 0 or name in ("tokens", "image.token_types"):
+            return 0
+        return max(self.span[0] - self.prompt, 0) if unit < 0 else self.span[0] // unit
+
+    def between(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
+        """The rows that stand for start..stop-1, as far as they are there, and what the first of them stands for."""
+        if name not in self.sources:
+            return None
+        first = max(self.first(name), self.manifest.get("first_computed", {}).get(name, 0))
+        start, stop = max(start, first), min(stop, self.first(name) + self.shape(name)[0])
+        return (start, self.rows(name, start - self.first(name), stop - self.first(name))) if start < stop else None
+
+
+def read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a readable JSON file: {error}") from None
+
+
+# -------------------------------------------------------------------------------------------- running from a recording
+
+class Hooks:
+    """Forward hooks around a Recorder's, taken off at the end."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Hooks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Forcing(Hooks):
+    """Lets every step read what a recording holds instead of what the steps before it gave. The recorder's hooks come
+    first, so they see what each step computed. Batch of 1."""
+
+    def __init__(self, recorder: Recorder, source: Recording) -> None:
+        super().__init__()
+        self.recorder, self.source = recorder, source
+        for block in recorder.model.layers:
+            p, attn, put = f"layers.{block.plan.layer}.", block.attn, self.put
+            pre = lambda module, hook: self.handles.append(module.register_forward_pre_hook(hook))
+            post = lambda module, name: self.handles.append(
+                module.register_forward_hook(lambda _, args, out, name=name: put(name, out)))
+            pre(block, lambda _, args, p=p, plan=block.plan: (
+                put(p + "input", args[0]), put(p + "pre_mix", args[1]), self.selection(plan.index_source, args[2]), *args[3:]))
+            for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out"), (attn.core, "attention")):
+                post(module, p + name)
+            self.handles.append(attn.register_forward_hook(lambda _, args, out, p=p: (put(p + "attn_out", out[0]), out[1])))
+            self.handles.append(block.ffn.gate.register_forward_hook(lambda _, args, out, p=p: self.routes(p, out)))
+            pre(attn.core, lambda _, args, p=p, layer=block.plan.layer: self.core(p, layer, args))
+            if block.plan.mode == "full":
+                pre(attn.indexer, lambda _, args, layer=block.plan.layer: self.compressed(layer, args[3], args[4]))
+            if block.plan.mode in ("full", "reindex"):
+                self.handles.append(attn.indexer.register_forward_hook(
+                    lambda _, args, out, layer=block.plan.layer: self.selection(layer, out)))
+            if block.engram is not None:    # it runs before its layer's chunk is known: its tokens are those of the layer below
+                pre(block.engram, lambda _, args, p=p: self.engram(p, args))
+
+    def put(self, name: str, value: Tensor, chunk: Chunk | None = None) -> Tensor:
+        chunk = self.recorder.chunk if chunk is None else chunk
+        found = self.source.between(name, chunk.starts[0], chunk.ends[0])
+        if found is None:
+            return value
+        rows = found[1].to(value.device)
+        at, kind = found[0] - chunk.starts[0], name.rpartition(".")[2]
+        part = value[:, at : at + len(rows)]
+        if rows.shape[1:] != part.shape[2:]:
+            if kind not in SETS:
+                raise ValueError(f"{self.source.path}: {name} has rows {list(rows.shape[1:])}, the model {list(part.shape[2:])}")
+            value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=-1)     # lists of ids grow with the sequence
+            part = value[:, at : at + len(rows)]
+        rows = to_bf16(rows) if value.dtype == torch.bfloat16 else rows.to(value.dtype)
+        if kind in FLOAT32:       # recorded in float32: what was computed stays where it is the same number
+            rows = torch.where((rows - part).abs() <= 2.0**-22 * part.abs(), part, rows)
+        return torch.cat([value[:, :at], rows.unsqueeze(0), value[:, at + len(rows) :]], 1)
+
+    def selection(self, layer: int | None, given: Selection | None) -> Selection | None:
+        if given is None or layer is None:
+            return given
+        ratio, pool = self.source.config["compress_ratios"][layer], given.pool
+        rows = self.put(f"layers.{layer}.topk", given.rows)
+        source = self.source.config["candidate_source_layer_id"]
+        if pool is not None and (source == layer or pool.shape[-1] == self.source.config["candidate_topk_blocks"]):
+            pool = self.put(f"layers.{source}.candidates", pool)
+        return Selection(torch.where(rows < self.recorder.chunk.ends[0] // ratio, rows, -1), pool)
+
+    def routes(self, p: str, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return tuple(self.put(p + name, t.unsqueeze(0))[0] for name, t in zip(("route_weights", "route_experts"), out))
+
+    def core(self, p: str, layer: int, args: tuple) -> tuple:
+        q, window, depth, sink, chunk, cache, *rest = args
+        found = self.source.between(p + "window_kv", chunk.starts[0], chunk.ends[0])
+        if found is not None:
+            at = depth + found[0] - chunk.starts[0]
+            packed = cache.window_rows.pack(to_bf16(found[1].to(window.device)))
+            window = torch.cat([window[:at], packed, window[at + len(packed) :]])
+            chunk.updates["window", layer] = chunk.next_ring(window, depth)
+        return self.put(p + "q", q), window, depth, sink, chunk, cache, *rest
+
+    def compressed(self, layer: int, chunk: Chunk, cache: Cache) -> None:
+        ratio = cache.plans[layer].ratio
+        for name, store, codec in (("main_kv", cache.main, cache.main_rows), ("index_key", cache.keys, cache.key_rows)):
+            found = self.source.between(f"layers.{layer}.{name}", chunk.starts[0] // ratio, chunk.ends[0] // ratio)
+            if found is not None:
+                store[layer][0, found[0] : found[0] + len(found[1])] = codec.pack(to_bf16(found[1].to(cache.device)))
+
+    def engram(self, p: str, args: tuple) -> tuple:
+        return args      # replaced below, where the chunk of the forward is known
+
+
+class Noise(Hooks):
+    """Moves bfloat16 results of modules to a neighbouring value: a share `rate` of the elements, up or down by one ulp."""
+
+    def __init__(self, recorder: Recorder, points: str, rate: float, seed: int) -> None:
+        super().__init__()
+        self.rate, self.generator = rate, torch.Generator().manual_seed(seed)
+        kinds = Linear, RMSNorm, SparseAttention, Block
+        found = [module for name, module in recorder.model.named_modules() if isinstance(module, kinds) and re.search(points, name)]
+        if not found:
+            raise ValueError(f"no rounding point of this model matches {points!r}")
+        for module in found:    # before the recorder's hooks
+            self.handles.append(module.register_forward_hook(lambda _, args, out: self.move(out), prepend=True))
+
+    def move(self, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return (self.move(out[0]), *out[1:])
+        if out.dtype != torch.bfloat16:
+            return out
+        draw = torch.rand(out.shape, generator=self.generator).to(out.device)
+        step = (draw < self.rate / 2).to(torch.int16) - (draw > 1 - self.rate / 2).to(torch.int16)
+        bits = out.contiguous().view(torch.int16)
+        inside = (bits & 0x7FFF > 0) & (bits & 0x7FFF < 0x7F7F)        # zeros stay, nothing becomes infinite
+        return torch.where(inside, bits + step, bits).view(torch.bfloat16)
