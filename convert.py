@@ -654,7 +654,7 @@ def write_random(config_path: str | Path, target: str | Path, seed: int, tokeniz
         copy_tokenizer(Path(tokenizer), target)
     write_atomically(target / "config.json", [config_path.read_bytes()])
     weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total, "random_seed": seed}, "weight_map": weight_map}
     # last: without it the folder is not a checkpoint
     write_atomically(target / INDEX, [json.dumps(index, indent=1).encode()])
 

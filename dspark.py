@@ -45,8 +45,9 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p < 1:
         order = p.sort(dim=-1, descending=True, stable=True)
-        before = order.values.cumsum(-1) - order.values                                             # likelier ones together
-        p = torch.zeros_like(p).scatter_(-1, order.indices, order.values.masked_fill(before >= top_p, 0))
+        enough = order.values.cumsum(-1) >= top_p
+        beyond = torch.cat([torch.zeros_like(enough[..., :1]), enough[..., :-1]], -1)               # enough without it
+        p = torch.zeros_like(p).scatter_(-1, order.indices, order.values.masked_fill(beyond, 0))
         p = p / p.sum(-1, keepdim=True)
     return p
 

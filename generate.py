@@ -110,7 +110,7 @@ def generate(model: Transformer, prompts: Sequence[Prompt | Sequence[int]], cach
     `prompts` are token ids or Prompts, complete: of row b, the first cache.lengths[b] are taken as held already. `seed`
     is that of a CPU generator; temperature 0 takes the most likely token. `decoder` replaces plain decoding, with a
     sampler of its own. `prefill`: full, bounded or exact-replay. Between events the cache holds the prompt and all new
-    tokens but at most the last. ValueError for prompts that are empty, too long or not longer than what the cache holds.
+    tokens but at most the last. ValueError for prompts that are empty, too long, or no longer than what the cache holds.
     """
     prompts = [p if isinstance(p, Prompt) else Prompt(list(p)) for p in prompts]
     cache = model.new_cache(len(prompts)) if cache is None else cache
@@ -290,8 +290,13 @@ class Team:
 
     def __init__(self, device: str | None) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.device, self.group, self.control = torch.device(kind), None, None
+        try:
+            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError:
+            raise ValueError(f"--device {device} is not a device such as cpu, cuda or cuda:1") from None
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {device}: there is no CUDA device here")
+        self.group = self.control = None
         if self.size > 1:
             if self.device.type == "cuda":
                 self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -469,13 +474,14 @@ def read_conversations(path: str) -> list[Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid UTF-8 (line {data[: error.start].count(10) + 1})") from None
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{'standard input' if path == '-' else path} is not valid UTF-8 (line {line})") from None
     with contextlib.suppress(ValueError, RecursionError):
         whole = json.loads(text)
         if isinstance(whole, list) and not all(isinstance(m, dict) and "role" in m for m in whole):
             return whole
         return [whole]
-    found = []
+    found, path = [], "standard input" if path == "-" else path
     for number, line in enumerate(text.split("\n"), 1):
         try:
             found += [json.loads(line)] if line.strip() else []
@@ -682,10 +688,10 @@ def run_benchmark(s: Setting) -> None:
         return rows * length / (read - began), made / (done - read), operations.count, cache.nbytes(), peak
 
     memory = "peak GPU MiB" if model.device.type == "cuda" else "peak RSS MiB"
-    s.screen.write(f"{args.ckpt_path}: {'exact' if args.exact else 'fast'}, {args.prefill} prefill, "
-                   f"{'speculative' if args.speculative else 'plain'} decoding, batch {rows},\n"
-                   f"{model.device}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
-                   f"{'prompt':>8}{'prefill/s':>12}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}{memory:>14}\n")
+    s.screen.note(f"{args.ckpt_path}: {'exact' if args.exact else 'fast'}, {args.prefill} prefill, "
+                  f"{'speculative' if args.speculative else 'plain'} decoding,\nbatch {rows}, {model.device}, "
+                  f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    s.screen.write(f"{'prompt':>8}{'prefill/s':>12}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}{memory:>14}\n")
     measure(min(16, *args.benchmark), 2)                     # warm up: first calls allocate and choose kernels
     for length in args.benchmark:
         prefill, decode, operations, held, peak = measure(length, args.benchmark_decode)
@@ -701,7 +707,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Talk to DeepSeek-V4.1-Flash: a chat, unless told otherwise.", allow_abbrev=False)
+    parser = Parser(description="Talk to DeepSeek-V4.1-Flash: a chat, unless told otherwise.", allow_abbrev=False,
+                    usage="generate.py [--prompt TEXT | --input-file FILE | --benchmark N,N,...] [options]")
     add = parser.add_argument_group("what to do").add_mutually_exclusive_group().add_argument
     add("--interactive", action="store_true", help="chat (the default)")
     add("--prompt", metavar="TEXT", help="answer this prompt; -: the one on standard input")

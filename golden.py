@@ -717,13 +717,13 @@ class Forcing(Hooks):
             if block.plan.mode in ("full", "reindex"):
                 self.handles.append(attn.indexer.register_forward_hook(
                     lambda _, args, out, layer=block.plan.layer: self.selection(layer, out)))
-            if block.engram is not None:    # it runs before its layer's chunk is known: its tokens are those of the layer below
-                pre(block.engram, lambda _, args, p=p: self.engram(p, args))
+            if block.engram is not None and block.plan.layer:     # the chunk is that of the layer below
+                pre(block.engram, lambda _, args, p=p: (put(p + "engram_in", args[0]), put(p + "engram_rows", args[1]), *args[2:]))
 
-    def put(self, name: str, value: Tensor, chunk: Chunk | None = None) -> Tensor:
-        chunk = self.recorder.chunk if chunk is None else chunk
+    def put(self, name: str, value: Tensor) -> Tensor:
+        chunk = self.recorder.chunk
         found = self.source.between(name, chunk.starts[0], chunk.ends[0])
-        if found is None:
+        if found is None or value.shape[1] != chunk.width:
             return value
         rows = found[1].to(value.device)
         at, kind = found[0] - chunk.starts[0], name.rpartition(".")[2]
@@ -735,7 +735,7 @@ class Forcing(Hooks):
             part = value[:, at : at + len(rows)]
         rows = to_bf16(rows) if value.dtype == torch.bfloat16 else rows.to(value.dtype)
         if kind in FLOAT32:       # recorded in float32: what was computed stays where it is the same number
-            rows = torch.where((rows - part).abs() <= 2.0**-22 * part.abs(), part, rows)
+            rows = torch.where((rows - part[0]).abs() <= 2.0**-22 * part[0].abs(), part[0], rows)
         return torch.cat([value[:, :at], rows.unsqueeze(0), value[:, at + len(rows) :]], 1)
 
     def selection(self, layer: int | None, given: Selection | None) -> Selection | None:
@@ -768,9 +768,6 @@ class Forcing(Hooks):
             if found is not None:
                 store[layer][0, found[0] : found[0] + len(found[1])] = codec.pack(to_bf16(found[1].to(cache.device)))
 
-    def engram(self, p: str, args: tuple) -> tuple:
-        return args      # replaced below, where the chunk of the forward is known
-
 
 class Noise(Hooks):
     """Moves bfloat16 results of modules to a neighbouring value: a share `rate` of the elements, up or down by one ulp."""
@@ -795,3 +792,542 @@ class Noise(Hooks):
         bits = out.contiguous().view(torch.int16)
         inside = (bits & 0x7FFF > 0) & (bits & 0x7FFF < 0x7F7F)        # zeros stay, nothing becomes infinite
         return torch.where(inside, bits + step, bits).view(torch.bfloat16)
+
+
+def rerun(directory: str | Path, source: Recording, like: Recording, out: Path, forced: bool = False,
+          noise: tuple[str, float, int] | None = None) -> None:
+    """Record again what `source` holds, with its tokens; `like` says under which numerics and has the images."""
+    facts = like.manifest
+    if not facts:
+        raise ValueError(f"{like.path} has no manifest: nothing says under which numerics to run again")
+    model = load_model(directory, exact=facts["numerics"] == "exact", fake_quant=FakeQuant(**facts["fake_quant"]),
+                       draft=any(name.startswith("dspark.") for name in source.sources))
+    prompt = Prompt(source.tokens[: source.prompt])
+    if "image.token_types" in like:
+        prompt.types = like.rows("image.token_types", 0, source.prompt)
+        patches, types = (like.rows(f"image.{name}", 0, like.shape(f"image.{name}")[0]) for name in ("patches", "types"))
+        for h, w in like.rows("image.grids", 0, like.shape("image.grids")[0]).tolist():
+            end, ratio = int((types == 3).nonzero()[0]) + 1, model.config.vision_config.downsample_ratio
+            prompt.images.append(ImageInput(patches[: h * w], (h, w), (-(-h // ratio), -(-w // ratio))))
+            patches, types = patches[h * w :], types[end:]
+    elif like.config["image_token_id"] in prompt.tokens.tolist():
+        print(f"{like.path} holds no image arrays: image tokens are read as text", file=sys.stderr)
+    around = [lambda recorder: Forcing(recorder, source)] if forced else []
+    if noise is not None:
+        around.append(lambda recorder: Noise(recorder, *noise))
+    span = source.span if source.span != (0, len(source.tokens)) else None
+    record(model, prompt, out, decode=len(source.tokens) - source.prompt, level="all", span=span, way=facts["prefill"],
+           given=source.tokens[source.prompt :], around=around, names=set(source.sources) | {"tokens", "prompt_length", "positions"})
+
+
+# ----------------------------------------------------------------------------------------------------------- comparing
+
+@dataclass
+class Result:
+    """How one array of two recordings compares."""
+    name: str
+    shape: list[int]
+    status: str                      # equal, close, tie, near tie, DIFFERENT
+    positions: np.ndarray            # where it differs
+    compared: tuple[int, int]        # first and last position compared
+    max_abs: float = 0.0
+    rel_l2: float = 0.0
+    same: float = 1.0                # share of elements equal in bfloat16; of rows, for sets and integers
+    ulps: int = 0                    # worst distance, in bfloat16 steps
+    unreal: int = 0                  # elements that are NaN or infinite on one side only
+    margin: float | None = None      # largest gap at the cut among the rows that differ
+    hints: list[str] = field(default_factory=list)
+    errors: np.ndarray | None = None # largest absolute error of every position, for plots
+
+    @property
+    def first(self) -> int | None:
+        return int(self.positions[0]) if len(self.positions) else None
+
+
+def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: dict[str, float]) -> Result | None:
+    """Compare one array over the positions that both hold, before position `stop`; None when there are none."""
+    kind, unit = name.rpartition(".")[2], a.unit(name)
+    end = {0: 1 << 62, -1: stop - a.prompt}.get(unit, stop // max(unit, 1))
+    spans = [x.between(name, 0, end) for x in (a, b)]
+    if None in spans:
+        return None
+    i0, i1 = max(s[0] for s in spans), min(s[0] + len(s[1]) for s in spans)
+    if i0 >= i1:
+        return None
+    shape = a.shape(name)
+    step = max(1, BLOCK // max(1, 8 * int(np.prod(shape[1:]))))
+    off, errors, gaps, hints = [], [], [], set()
+    channels, total, diff2, norm2, same = np.zeros(0, bool), 0, 0.0, 0.0, 0
+    out = Result(name, shape, "equal", np.zeros(0, np.int64), (0, 0))
+    for j in range(i0, i1, step):
+        x, y = (r.between(name, j, min(j + step, i1))[1] for r in (a, b))
+        if kind == "route_weights":     # in any order of the experts
+            experts = [r.between(name.replace("weights", "experts"), j, min(j + step, i1)) for r in (a, b)]
+            x, y = (t if e is None else t.gather(-1, e[1].long().argsort(-1)) for t, e in zip((x, y), experts))
+        if kind in SETS or kind == "route_experts":
+            width, big = max(x.shape[-1], y.shape[-1]), 1 << 40
+            x, y = (F.pad(torch.where(t < 0, big, t.long()).sort(-1).values, (0, width - t.shape[-1]), value=big) for t in (x, y))
+            if kind == "candidates":
+                newest = x.masked_fill(x == big, -1).amax(-1, keepdim=True)
+                rows = (x != y).any(-1)
+                if rows.any() and not (y == newest)[rows].any():
+                    hints.add("B lacks the newest block")
+        if x.shape != y.shape:
+            raise ValueError(f"{name} is {list(x.shape)} a row block in A and {list(y.shape)} in B: tell their layout in a --map")
+        if x.dtype.is_floating_point:
+            y = y.to(x.dtype)
+            u, v = x.double(), y.double()
+            unreal = (u.isfinite() != v.isfinite()) | (u.isnan() != v.isnan()) | ((u.isinf() | v.isinf()) & (u != v) & ~u.isnan())
+            delta = torch.where(u.isfinite() & v.isfinite(), u - v, 0).abs()
+            equal = _bits(x) == _bits(y)
+            p, q = (_bits(to_bf16(t)).int() for t in (x, y))
+            apart = (torch.where(p < 0, -(p & 0x7FFF), p) - torch.where(q < 0, -(q & 0x7FFF), q)).abs()
+            out.max_abs, out.ulps = max(out.max_abs, float(delta.max())), max(out.ulps, int(apart.masked_fill(unreal, 0).max()))
+            diff2, norm2 = diff2 + float(delta.square().sum()), norm2 + float(u.nan_to_num(0, 0, 0).square().sum())
+            out.unreal, same = out.unreal + int(unreal.sum()), same + int((p == q).sum())
+            errors.append(delta.flatten(1).amax(1) if delta.dim() > 1 else delta)
+            equal = equal | (u.isnan() & v.isnan())
+            if kind in FLOAT32:
+                equal = equal | (delta <= 2.0**-22 * u.abs())
+        else:
+            equal = x == y
+            same += int(equal.flatten(1).all(1).sum() if equal.dim() > 1 else equal.sum())
+            errors.append((~equal).double().flatten(1).amax(1) if equal.dim() > 1 else (~equal).double())
+        total += x.numel() if x.dtype.is_floating_point else len(x)
+        wrong = (~equal).flatten(1).any(1) if equal.dim() > 1 else ~equal
+        off.append(j + wrong.nonzero().flatten().numpy())
+        if equal.dim() > 1:
+            channels = channels | (~equal).flatten(0, -2).any(0).numpy() if channels.size else (~equal).flatten(0, -2).any(0).numpy()
+        if kind in MARGINS and wrong.any():
+            cut = a.between(name.replace(kind, MARGINS[kind]), j, min(j + step, i1)) or b.between(
+                name.replace(kind, MARGINS[kind]), j, min(j + step, i1))
+            gaps += [] if cut is None else cut[1][wrong].tolist()
+    index = np.concatenate(off)
+    position = {0: lambda i: 0 * i - 1, -1: lambda i: i + a.prompt}.get(unit, lambda i: (i + 1) * unit - 1)
+    out.positions, out.compared = position(index), tuple(int(position(np.array(i))) for i in (i0, i1 - 1))
+    out.errors, out.same = torch.cat(errors).numpy(), same / total
+    out.rel_l2 = (diff2 / norm2) ** 0.5 if norm2 else float(diff2 > 0)
+    out.margin = max(gaps) if gaps else None
+    if len(index):
+        if kind in MARGINS and out.margin is not None and out.margin <= tolerance.get("margin", 0.0):
+            out.status = "tie" if out.margin == 0 else "near tie"
+        elif kind in MARGINS.values():
+            out.status = "close"        # told for the reader, never a failure
+        elif kind not in MARGINS and not out.unreal and x.dtype.is_floating_point and (
+                out.max_abs <= tolerance.get("max_abs", 0.0) and out.rel_l2 <= tolerance.get("rel_l2", 0.0)):
+            out.status = "close"
+        else:
+            out.status = "DIFFERENT"
+        out.hints = sorted(hints) + pattern(out, channels, a)
+    return out
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def pattern(result: Result, channels: np.ndarray, a: Recording) -> list[str]:
+    """What the places of a difference have in common."""
+    c, p, kind, hints = a.config, result.positions, result.name.rpartition(".")[2], []
+    unit = a.unit(result.name)
+    if not c or unit == 0:
+        return hints
+    low, high = result.compared
+    types = a.rows("image.token_types", 0, a.shape("image.token_types")[0]).numpy() if "image.token_types" in a else None
+    inside = types is not None and high < len(types) and (types[p] >= 0).all()
+    if inside and (types[low : high + 1] < 0).any():
+        hints.append("only inside images")
+    elif types is None or not (types[p] >= 0).any():
+        ends = [-1] if types is None else [-1, *np.flatnonzero((types[:-1] >= 0) & (types[1:] < 0)).tolist()]
+        after = np.min([np.where(p > e, p - e, 1 << 30) for e in ends], axis=0)
+        if kind == "engram_rows" and after.max() < c["engram_max_ngram_size"]:
+            hints.append("only where look-back reaches the beginning" + (" or an image" if types is not None else ""))
+    if low < a.prompt and p[0] >= a.prompt:
+        hints.append("only in decoded tokens")
+    if low < p[0] == c["sliding_window"]:
+        hints.append("from the position on where the window moves")
+    if low == 0 and unit == 1 and p[0] == 1:
+        hints.append("not at position 0")
+    if unit == 1 and len(p) > 3 and len(set((p % 2).tolist())) == 1 and high - low > 3:
+        hints.append(f"only at {'odd' if p[0] % 2 else 'even'} positions")
+    turned = c["qk_rope_head_dim"]
+    if kind in ("q", "window_kv", "main_kv", "index_key", "index_query", "attention") and len(channels) > turned:
+        if not channels[:-turned].any():
+            hints.append("only in the channels that rotary turns")
+    return hints
+
+
+@dataclass
+class Report:
+    """The comparison of two recordings."""
+    results: list[Result]
+    verdict: list[str]
+    passed: bool
+    notes: list[str]
+    causes: list[Result]
+    local: list[Result] | None = None     # B against the model reading what B recorded
+    only: tuple[list[str], list[str]] = ((), ())
+
+    def json(self) -> dict[str, Any]:
+        def row(r: Result) -> dict[str, Any]:
+            return {"name": r.name, "shape": r.shape, "status": r.status, "first_position": r.first, "positions": len(r.positions),
+                    "max_abs": r.max_abs, "rel_l2": r.rel_l2, "bf16_equal": r.same, "bf16_ulps": r.ulps,
+                    "not_finite": r.unreal, "margin": r.margin, "hints": r.hints}
+        return {"passed": self.passed, "verdict": self.verdict, "notes": self.notes,
+                "causes": [row(r) | {"mechanism": mechanism(r.name)} for r in self.causes],
+                "tensors": [row(r) for r in self.results],
+                "local": None if self.local is None else [row(r) for r in self.local],
+                "only_in_a": self.only[0], "only_in_b": self.only[1]}
+
+
+def compare(a: Recording, b: Recording, directory: str | Path | None = None) -> Report:
+    """Compare two recordings of the same prompt. ValueError when the prompts differ or nothing is in both."""
+    n = min(len(a.tokens), len(b.tokens))
+    apart = (a.tokens[:n] != b.tokens[:n]).nonzero().flatten().tolist()
+    if a.prompt != b.prompt or (apart and apart[0] < a.prompt):
+        raise ValueError(f"{a.path} and {b.path} are recordings of different prompts")
+    stop, notes = apart[0] if apart else n, []
+    if apart:
+        at, notes = apart[0], [f"tokens: B went on with {int(b.tokens[apart[0]])} at position {apart[0]}, A with "
+                               f"{int(a.tokens[apart[0]])}; compared up to there"]
+        row = a.between("logits", at - 1, at)
+        if row is not None:
+            notes[0] += f". A's logits: {float(row[1][0, a.tokens[at]] - row[1][0, b.tokens[at]]):.6g} between the two"
+    for key in ("weights", "numerics", "fake_quant", "prefill"):
+        if key in a.manifest and key in b.manifest and a.manifest[key] != b.manifest[key]:
+            notes.append(f"{key}: {a.manifest[key]} in A, {b.manifest[key]} in B")
+    if b.ignored:
+        notes.append(f"{len(b.ignored)} tensors of B fit no rule of the map, such as {b.ignored[0]}")
+    names = sorted((set(a.sources) & set(b.sources)) - {"tokens", "prompt_length", "positions"}, key=order)
+    only = tuple(sorted(set(x.sources) - set(y.sources) - {"positions"}, key=order) for x, y in ((a, b), (b, a)))
+    tolerances = a.manifest.get("tolerances") or {}
+    results = [r for name in names if (r := compare_array(name, a, b, stop, tolerances.get("free", {}).get(name, {})))]
+    if not results:
+        raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; names of B: {', '.join(list(b.sources)[:5])}")
+    differing = [r for r in results if r.status not in ("equal", "close")]
+    causes: list[Result] = []
+    for r in differing:       # in the order of computation; an earlier cause explains what starts at or after it
+        if not any(cause.first <= r.first for cause in causes):
+            causes.append(r)
+    verdict, local = [], None
+    if not differing and not apart:
+        bits = sum(r.status == "equal" for r in results)
+        verdict.append(f"equal: {bits} of {len(results)} tensors bit for bit" + (", the others within tolerance" if bits < len(results) else ""))
+    passed = not apart and all(r.status != "DIFFERENT" for r in results)
+    if differing:
+        verdict.append(f"first difference: {describe(differing[0])}")
+        if len(differing) > 1 and len(causes) == 1:
+            verdict.append(f"the other {len(differing) - 1} tensors that differ do so from that position on: they may all be consequences")
+        verdict += [f"not explained by it, because it differs earlier: {describe(r)}" for r in causes[1:]]
+    if directory is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rerun.safetensors"
+            rerun(directory, b, a, path, forced=True)
+            again = Recording(path, like=a)
+            local = [r for name in names if (r := compare_array(name, again, b, len(b.tokens), tolerances.get("local", {}).get(name, {})))]
+        causes = [r for r in local if r.status not in ("equal", "close")]
+        wrong = [r for r in causes if r.status == "DIFFERENT"]
+        passed = not wrong
+        for first, *others in _grouped(causes):
+            verdict.append(("by itself a tie: " if first.status != "DIFFERENT" else "wrong by itself: ") + describe(first) + (
+                f"; also in layers {', '.join(r.name.split('.')[1] for r in others)}" if others else ""))
+        rest = len({r.name for r in differing} - {r.name for r in causes})
+        verdict.append(f"read with what B recorded, every other step agrees: the remaining {rest} differences are consequences" if causes
+                       else "read with what B recorded, every step agrees: B computes the same model"
+                       + (f", and its {rest} differences follow from ties, rounding or other inputs" if rest else ""))
+    return Report(results, verdict, passed, notes, causes, local, only)
+
+
+def _grouped(results: list[Result]) -> list[list[Result]]:
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for r in results:
+        groups.setdefault((r.name.rpartition(".")[2], r.status), []).append(r)
+    return list(groups.values())
+
+
+def describe(r: Result) -> str:
+    where = "" if r.first is None or r.first < 0 else f" at position {r.first}"
+    many = f", {len(r.positions)} positions in all" if len(r.positions) > 1 and r.first >= 0 else ""
+    cut = {"tie": "; a tie: the scores at the cut are equal", "near tie": f"; within the noise at the cut, {r.margin}"}.get(
+        r.status, "" if r.margin is None else f"; not a tie: up to {r.margin:.3g} between the scores at the cut")
+    unreal = f"; {r.unreal} elements are NaN or infinite on one side only" if r.unreal else ""
+    hints = f" ({'; '.join(r.hints)})" if r.hints else ""
+    return f"{r.name}{where}{many}{hints}{cut}{unreal}. Computed by {mechanism(r.name)}"
+
+
+def table(rows: list[list[str]], pretty: bool) -> str:
+    """Columns under a header; lines and colours where someone looks at it."""
+    widths = [max(len(row[j]) for row in rows) for j in range(len(rows[0]))]
+    bar, rule = (" │ ", "─") if pretty else ("  ", "")
+    lines = [bar.join(cell.ljust(w) if j == 0 else cell.rjust(w) for j, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    if pretty:
+        colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
+        lines = [f"\x1b[{colour[row[-1]]}m{line}\x1b[0m" if row[-1] in colour else line for row, line in zip(rows, lines)]
+        lines.insert(1, "─┼─".join(rule * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def result_table(results: list[Result], pretty: bool) -> str:
+    rows = [["tensor", "shape", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
+    for r in results:
+        real = r.name.rpartition(".")[2] not in MARGINS
+        rows.append([r.name, "x".join(map(str, r.shape)), f"{r.max_abs:.3g}" if real else "-", f"{r.rel_l2:.2e}" if real else "-",
+                     f"{r.same:.3%}", str(r.ulps) if real else "-", str(r.unreal or "-"), "-" if r.first is None else str(r.first), r.status])
+    return table(rows, pretty)
+
+
+def plot(report: Report, path: str) -> None:
+    """Error by layer and by position."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    by_layer, by_position = figure.subplots(2, 1)
+    for kind in ("input", "attn_out", "ffn_out", "output"):
+        found = [(int(r.name.split(".")[1]), r.rel_l2) for r in report.results if re.fullmatch(rf"layers\.\d+\.{kind}", r.name)]
+        if found:
+            by_layer.plot(*zip(*found), marker="o", label=kind)
+    for r in [r for r in report.results if r.name == "logits" or r.name.endswith(".output")][-4:]:
+        by_position.plot(np.arange(r.compared[0], r.compared[0] + len(r.errors)), r.errors, label=r.name)
+    for axes, x, y in ((by_layer, "layer", "relative L2"), (by_position, "position", "largest absolute error")):
+        axes.set(xlabel=x, ylabel=y, yscale="symlog")
+        axes.legend(loc="upper left")
+    figure.savefig(path)
+
+
+# ------------------------------------------------------------------------------------------------- noise, show, command
+
+def noise(a: Recording, directory: str | Path, runs: int, rate: float, points: str, seed: int) -> dict[str, Any]:
+    """Tolerances for every array, twice the largest difference of reruns with noise: "free", and "local" with every step
+    reading what `a` recorded. Written into the manifest."""
+    out: dict[str, Any] = {"runs": runs, "rate": rate, "points": points, "seed": seed, "free": {}, "local": {}}
+    names = sorted(set(a.sources) - {"tokens", "prompt_length", "positions"}, key=order)
+    for forced, into in ((False, out["free"]), (True, out["local"])):
+        for run in range(runs):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "noise.safetensors"
+                rerun(directory, a, a, path, forced, (points, rate, seed + run))
+                b = Recording(path, like=a)
+                for name in names:
+                    r, t = compare_array(name, a, b, len(a.tokens), {}), into.setdefault(name, {})
+                    worst = {"margin": r.margin or 0.0} if name.rpartition(".")[2] in MARGINS else {
+                        "max_abs": r.max_abs, "rel_l2": r.rel_l2}
+                    t.update({key: max(t.get(key, 0.0), 2 * value) for key, value in worst.items()})
+    a.manifest["tolerances"] = out
+    write_manifest(a.path, a.manifest)
+    return out
+
+
+def show(a: Recording, pretty: bool) -> str:
+    m, rows = a.manifest, [["tensor", "type", "shape", "least", "largest", "mean", "rms", "NaN"]]
+    facts = ("numerics", "prefill", "level", "positions", "device", "versions", "weights", "command")
+    lines = [f"{a.path}: {len(a.tokens)} tokens, {a.prompt} of them the prompt"] + [f"  {key}: {m[key]}" for key in facts if m.get(key)]
+    for name in sorted(a.sources, key=order):
+        x = a.rows(name, 0, min(a.shape(name)[0], max(1, BLOCK // max(1, int(np.prod(a.shape(name)[1:]))))))
+        y = x.double()[~x.isnan()] if x.dtype.is_floating_point else x.double().flatten()
+        stats = [f"{f(y):.4g}" for f in (torch.min, torch.max, torch.mean, lambda t: t.square().mean().sqrt())] if y.numel() else ["-"] * 4
+        rows.append([name, str(x.dtype).removeprefix("torch."), "x".join(map(str, a.shape(name))), *stats, str(x.numel() - y.numel() or "-")])
+    return "\n".join(lines) + "\n\n" + table(rows, pretty)
+
+
+def selection_map(a: Recording, layer: int, picture: str | None) -> str:
+    """Which compressed rows each position selects: positions downwards, rows to the right; darker is more."""
+    name = f"layers.{layer}.topk"
+    if name not in a:
+        raise ValueError(f"{a.path} holds no {name}: only index sources select rows, the layers after one reuse them")
+    ids = a.rows(name, 0, a.shape(name)[0]).long()
+    n = int(ids.max()) + 1
+    high, wide = (1024, 1024) if picture else (40, 100)
+    grid = torch.zeros(min(high, len(ids)), min(wide, max(n, 1)))
+    at, chosen = torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)[ids >= 0], ids[ids >= 0]
+    grid.index_put_((at * len(grid) // len(ids), chosen * grid.shape[1] // max(n, 1)), torch.ones(len(at)), accumulate=True)
+    cell = len(ids) / len(grid) * max(n, 1) / grid.shape[1]
+    if picture:
+        from PIL import Image
+        Image.fromarray(((1 - (grid / cell).clamp_max(1)) * 255).to(torch.uint8).numpy()).save(picture)
+        return f"{picture}: {len(ids)} positions downwards, {n} compressed rows to the right"
+    shades = " .:-=+*#%@"
+    lines = ["".join(shades[min(9, int(np.ceil(v / cell * 9)))] for v in row.tolist()) for row in grid]
+    first = a.first(name)
+    return "\n".join([f"{name}: positions {first} to {first + len(ids) - 1} downwards, rows 0 to {n - 1} to the right", *lines])
+
+
+def expand(tokens: list[int], config: ModelConfig, images: list[ImageInput], types: list[int] | None = None) -> Prompt:
+    """Put the span of each image in the place of its token. ValueError when tokens and images do not fit."""
+    if not all(type(t) is int for t in tokens) or not tokens:
+        raise ValueError("a prompt is a list of at least one integer token id")
+    if not images and types is None:
+        return Prompt(torch.tensor(tokens))
+    spans = [image.span for image in images]
+    if types is not None:
+        given = torch.tensor(types, dtype=torch.int8)
+        if len(types) != len(tokens) or not torch.equal(given[given >= 0], torch.cat([*spans, given[:0]])):
+            raise ValueError("token_types do not fit the tokens and the images given with --image")
+        return Prompt(torch.tensor(tokens), given, images)
+    if tokens.count(config.image_token_id) != len(images):
+        raise ValueError(f"{len(images)} images, but {tokens.count(config.image_token_id)} tokens {config.image_token_id} in the prompt")
+    rest, ids, kinds = iter(spans), [], []
+    for token in tokens:
+        span = next(rest) if token == config.image_token_id else torch.tensor([-1], dtype=torch.int8)
+        ids += [token] * len(span)
+        kinds.append(span)
+    return Prompt(torch.tensor(ids), torch.cat(kinds), images)
+
+
+def read_prompt(args: argparse.Namespace, config: ModelConfig) -> Prompt:
+    """The prompt of the command line."""
+    sources: list[Any] = list(args.image)
+    if args.tokens:
+        data = read_json(args.tokens)
+        data = data if isinstance(data, dict) else {"tokens": data}
+        if not isinstance(data.get("tokens"), list):
+            raise ValueError(f"{args.tokens} must hold a list of token ids, or an object with `tokens`")
+        tokens, types = data["tokens"], data.get("token_types")
+    else:
+        types = None
+        if args.messages:
+            messages = read_json(args.messages)
+        else:
+            content = [{"type": "image", "source": source} for source in sources] + [{"type": "text", "text": args.prompt}]
+            messages = [{"role": "user", "content": content if sources else args.prompt}]
+        text, blocks = encode_messages(messages, args.thinking_mode) if not args.raw else (args.prompt, [])
+        if args.messages:
+            sources = [image_source(block) for block in blocks]
+        path = Path(args.ckpt_path) / "tokenizer.json"
+        if not path.exists():
+            raise ValueError(f"{path} is missing: text needs a tokenizer; give --tokens instead")
+        tokens = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    if sources and config.vision_config is None:
+        raise ValueError("this model has no vision tower: its config.json has no vision_config")
+    return expand(tokens, config, [load_image(source, config.vision_config) for source in sources], types)
+
+
+def _record(args: argparse.Namespace) -> int:
+    config = open_checkpoint(args.ckpt_path).config
+    prompt = read_prompt(args, config)
+    off = set(filter(None, (args.fake_quant_off or "").split(",")))
+    known = {f.name for f in fields(FakeQuant)}
+    if off - known:
+        raise ValueError(f"--fake-quant-off {sorted(off - known)[0]} is not one of {', '.join(sorted(known))}")
+    layers = span = group = None
+    try:
+        if args.layers:
+            pieces = [[int(n) for n in piece.split("-")] for piece in args.layers.split(",")]
+            layers = [i for piece in pieces for i in range(piece[0], piece[-1] + 1)]
+        if args.positions:
+            low, high = args.positions.split(":")
+            span = slice(*(int(s) if s else None for s in (low, high))).indices(len(prompt.tokens) + args.decode)[:2]
+    except ValueError:
+        raise ValueError("--layers wants numbers such as 2,5-7, --positions a range such as 1000:1100 or -128:") from None
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:     # started by torchrun
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        group = torch.distributed.group.WORLD
+    draft = args.decode > 0 and config.num_nextn_predict_layers > 0 and not args.no_draft
+    model = load_model(args.ckpt_path, exact=not args.fast, device=device, group=group, draft=draft, offload=args.offload,
+                       fake_quant=FakeQuant(**{name: name not in off for name in known}))
+    given = {key: getattr(args, key) for key in ("prompt", "messages", "tokens", "image") if getattr(args, key)}
+    record(model, prompt, args.out, decode=args.decode, level=args.level, layers=layers, span=span, logits=not args.no_logits,
+           way=args.prefill, chunk_size=args.chunk_size, batch=args.batch, speculative=args.speculative,
+           facts={"weights": weights_digest(args.ckpt_path), "checkpoint": str(args.ckpt_path), "input": given,
+                  "command": shlex.join(["golden.py", *args.command_line])})
+    if group is not None:
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    a = Recording(args.a)
+    report = compare(a, Recording(args.b, args.map, like=a), args.ckpt_path)
+    if args.plot:
+        plot(report, args.plot)
+    if args.json:
+        print(json.dumps(report.json(), indent=1))
+        return 0 if report.passed else 1
+    pretty = sys.stdout.isatty()
+    print(result_table(report.results, pretty))
+    if report.local is not None:
+        print("\nB against the model reading what B recorded:\n" + result_table(report.local, pretty))
+    lacking = [f"only in {which}: {len(names)} tensors, such as {names[0]}" for which, names in zip("AB", report.only) if names]
+    print("\n" + "\n".join([*report.notes, *lacking, *report.verdict, "PASSED" if report.passed else "FAILED"]))
+    return 0 if report.passed else 1
+
+
+def _noise(args: argparse.Namespace) -> int:
+    found = noise(Recording(args.a), args.ckpt_path, args.runs, args.rate, args.at, args.seed)
+    rows = [["tensor", "max abs", "rel L2", "margin", "local max abs", "local rel L2", "local margin"]]
+    for name, free in found["free"].items():
+        rows.append([name, *(f"{t[key]:.3g}" if key in t else "-" for t in (free, found["local"][name]) for key in ("max_abs", "rel_l2", "margin"))])
+    print(table(rows, sys.stdout.isatty()) + f"\n\nwritten to {manifest_path(Path(args.a))}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    a = Recording(args.a)
+    print(show(a, sys.stdout.isatty()) if args.layer is None else selection_map(a, args.layer, args.picture))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Record golden outputs and compare recordings.")
+    commands = parser.add_subparsers(required=True)
+    r = commands.add_parser("record", help="run the model and record it")
+    r.set_defaults(run=_record, command_line=sys.argv[1:] if arguments is None else arguments)
+    r.add_argument("--ckpt-path", required=True, metavar="DIR")
+    source = r.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one user message; images given with --image come before it")
+    source.add_argument("--messages", metavar="FILE.json", help="a conversation")
+    source.add_argument("--tokens", metavar="FILE.json", help="token ids; with --image every image token stands for one image")
+    r.add_argument("--image", action="append", default=[], metavar="FILE")
+    r.add_argument("--raw", action="store_true", help="--prompt is the whole prompt, without the chat format")
+    r.add_argument("--thinking-mode", choices=("chat", "thinking"), default="chat")
+    r.add_argument("--decode", type=int, default=0, metavar="N", help="greedily chosen tokens to go on with")
+    r.add_argument("--out", required=True, metavar="FILE.safetensors")
+    r.add_argument("--level", choices=LEVELS, default="layers")
+    r.add_argument("--layers", metavar="2,5-7", help="only these layers")
+    r.add_argument("--positions", metavar="A:B", help="only these positions")
+    r.add_argument("--no-logits", action="store_true")
+    r.add_argument("--no-draft", action="store_true", help="without the draft head")
+    r.add_argument("--prefill", choices=("full", "bounded", "exact-replay"), default="full")
+    r.add_argument("--chunk-size", type=int, default=512)
+    r.add_argument("--batch", type=int, default=1, help="rows that are computed together, of other lengths; the last is recorded")
+    r.add_argument("--speculative", action="store_true", help="decode with drafts")
+    r.add_argument("--fast", action="store_true", help="float32 between rounding points instead of float64")
+    r.add_argument("--fake-quant-off", metavar="NAMES", help="of " + ",".join(f.name for f in fields(FakeQuant)))
+    r.add_argument("--offload", action="store_true", help="leave the experts on disk")
+    r.add_argument("--device")
+    c = commands.add_parser("compare", help="compare two recordings; exit code 1 when they differ")
+    c.set_defaults(run=_compare)
+    c.add_argument("a", metavar="A.safetensors")
+    c.add_argument("b", metavar="B.safetensors")
+    c.add_argument("--ckpt-path", metavar="DIR", help="run every step again from what B recorded: tells causes from consequences")
+    c.add_argument("--map", metavar="FILE.json", help="other names and layouts of B")
+    c.add_argument("--json", action="store_true")
+    c.add_argument("--plot", metavar="FILE.png")
+    n = commands.add_parser("noise", help="measure tolerances and write them into the manifest")
+    n.set_defaults(run=_noise)
+    n.add_argument("a", metavar="A.safetensors")
+    n.add_argument("--ckpt-path", required=True, metavar="DIR")
+    n.add_argument("--runs", type=int, default=3)
+    n.add_argument("--rate", type=float, default=0.05, help="share of elements moved by one ulp at each point")
+    n.add_argument("--at", default="", metavar="REGEX", help="names of the modules whose results are moved (default: all)")
+    n.add_argument("--seed", type=int, default=0)
+    s = commands.add_parser("show", help="what is in a recording")
+    s.set_defaults(run=_show)
+    s.add_argument("a", metavar="FILE.safetensors")
+    s.add_argument("--layer", type=int, help="the rows that this layer selects, as text")
+    s.add_argument("--picture", metavar="FILE.png", help="the same as a picture")
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

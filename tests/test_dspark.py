@@ -34,13 +34,13 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     ("dspark.py", "super().__init__(list(cache.lengths), [size]", "super().__init__([n + 1 for n in cache.lengths], [size]",
      "test_drafts_equal_the_released_code[text-chunks]"),                                  # draft position off by one
     ("dspark.py", "markov_head.embed(ids[i])", "markov_head.embed(ids[max(i - 1, 0)])",
-     "test_drafts_equal_the_released_code[short-one shot]"),                               # Markov row shifted
+     "test_drafts_equal_the_released_code[text-one shot]"),                               # Markov row shifted
     ("dspark.py", "torch.arange(-self.window, self.width", "torch.arange(1 - self.window, self.width",
      "test_drafts_equal_the_released_code[text-one shot]"),                                # window one row short
     ("dspark.py", "hidden = (wanted < self.first)[:, None, None]", "pass",
      "test_drafts_after_a_bounded_prefill_equal_the_twin"),                                # skipped rows are read
     ("dspark.py", "torch.cat([hidden[:, i], markov], -1)", "torch.cat([last.norm(hidden[:, i]), markov], -1)",
-     "test_drafts_equal_the_released_code[image-chunks]"),                                 # confidence of the normed state
+     "test_drafts_equal_the_released_code[text-chunks]"),                                 # confidence of the normed state
     ("model.py", "        if self.mtp is not None:\n            self.mtp.observe(hidden, tables, self._part(chunk, cache, "
      "\"draft\"), cache)\n        out = self._logits(state, chunk, logits)",
      "        if self.mtp is not None and (ids.shape[1] == 1 or not max(chunk.starts)):\n            self.mtp.observe(hidden, "
@@ -125,12 +125,12 @@ def drafting() -> Transformer:
 
 @pytest.fixture(scope="module")
 def predictable_tiny() -> Transformer:
-    return predictable(load_model(CHECKPOINT, exact=True, device="cpu", draft=True), quiet=0.8, noise=0.5)
+    return predictable(load_model(CHECKPOINT, exact=True, device="cpu", draft=True), quiet=1.1, noise=0.5)
 
 
 @pytest.fixture(scope="module")
 def predictable_threes(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    return predictable(random_model(THREES, tmp_path_factory.mktemp("threes"), 1), quiet=2.1, noise=0.5)
+    return predictable(random_model(THREES, tmp_path_factory.mktemp("threes"), 1), quiet=2.7, noise=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +268,12 @@ def test_drafts_equal_the_released_code(run: str, seeding: str, drafting: Transf
             rows.append((at - 1 - prompt, drafting.mtp.draft(drafting, chosen, cache)))
     assert len(rows) >= 3
     steps = [step for step, _ in rows]
-    if "dspark.main_hidden" in expected:
+    if run == "text":
         assert difference(torch.cat(hidden), expected["dspark.main_hidden"][: sum(map(len, hidden))]) is None
     for name, field in (("tokens", "ids"), ("logits", "logits"), ("confidence", "confidence")):
         have = torch.cat([getattr(draft, field) for _, draft in rows])
-        assert difference(have, expected[f"dspark.{name}"][steps]) is None, name
+        if name == "tokens" or run == "text":      # of the other runs only the tokens are kept
+            assert difference(have, expected[f"dspark.{name}"][steps]) is None, name
 
 
 def test_draft_windows_are_the_same_for_any_seeding(drafting: Transformer) -> None:
@@ -344,7 +345,7 @@ def test_drafting_changes_no_cache(drafting: Transformer) -> None:
 
 # --------------------------------------------------------------------------------------------------------- rolling back
 
-EDGES = [14, 15, 16, 17, 18, 45]   # lengths before a step: around the window of 16, odd and even, and far from it
+EDGES = [14, 15, 16, 17, 18]   # lengths before a step: around the window of 16, odd and even
 
 
 class Forced:
@@ -361,9 +362,21 @@ class Forced:
         decoder.script = [row[1 : 1 + n] + [(t + 1) % 640 for t in row[1 + n : 1 + BLOCK]] for _, row, n in self.forced]
         self.new = decoder.step(self.cache, [row[0] for _, row, _ in self.forced], [True] * len(self.forced), [99] * len(self.forced))
         self.statistics = decoder.statistics
-        # a cache that never saw a draft
-        self.fresh = model.new_cache(len(self.forced), 128)
-        append(model, [text + row[: n + 1] for text, row, n in self.forced], self.fresh)
+        # after the step, and one that never saw a draft
+        self.fresh = self.holding([text + row[: n + 1] for text, row, n in self.forced])
+        # the step's drafts all taken back, as at a stop inside an accepted run, and one that held only its first token
+        self.back, self.first = self.cache.fork(), self.holding([text + row[:1] for text, row, _ in self.forced])
+        self.back.truncate(self.first.lengths)
+        # the same two after different tokens
+        self.back_later, self.first_later = self.back.fork(), self.first.fork()
+        other = [[3, 1, 4, 1, 5][: 1 + b % 5] for b in range(len(self.forced))]
+        append(model, other, self.back_later, "none")
+        append(model, other, self.first_later, "none")
+
+    def holding(self, rows: list[list[int]]) -> Cache:
+        cache = self.model.new_cache(len(rows), 128)
+        append(self.model, rows, cache, "none")
+        return cache
 
 
 @pytest.fixture(scope="module")
@@ -374,25 +387,17 @@ def forced(drafting: Transformer) -> Forced:
 def test_exactly_the_right_drafts_are_accepted(forced: Forced) -> None:
     assert forced.new == [row[1 : n + 2] for _, row, n in forced.forced]
     assert forced.cache.lengths == [len(text) + 1 + n for text, _, n in forced.forced]
-    assert forced.statistics.submitted == [36] * BLOCK and forced.statistics.accepted == [30, 24, 18, 12, 6]
-    assert forced.statistics.tokens == 36 + 90 and forced.statistics.tokens_per_step == 126 / 36
+    assert forced.statistics.submitted == [30] * BLOCK and forced.statistics.accepted == [25, 20, 15, 10, 5]
+    assert forced.statistics.tokens == 30 + 75 and forced.statistics.tokens_per_step == 3.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollback(kind: str, forced: Forced) -> None:
-    """The live state is that of a cache that never saw the drafts: after the step, and taken back to the step's first
-    token, as at a stop inside an accepted run. A further forward must leave equal states, too."""
+    """The live state is that of a cache that never saw the drafts: after the step, taken back to the step's first token,
+    and after a further forward with other tokens."""
     assert unequal(forced.cache, forced.fresh, KINDS[kind]) == []
-    back, fresh = forced.cache.fork(), forced.fresh.fork()
-    for cache in (back, fresh):
-        cache.truncate([len(text) + 1 for text, _, _ in forced.forced])
-    first = forced.model.new_cache(len(forced.forced), 128)
-    append(forced.model, [text + row[:1] for text, row, _ in forced.forced], first)
-    assert unequal(back, first, KINDS[kind]) == []
-    other = [[3, 1, 4, 1, 5][: 1 + b % 5] for b in range(len(forced.forced))]
-    for cache in (back, first):
-        append(forced.model, other, cache)
-    assert unequal(back, first, KINDS[kind]) == []
+    assert unequal(forced.back, forced.first, KINDS[kind]) == []
+    assert unequal(forced.back_later, forced.first_later, KINDS[kind]) == []
 
 
 def test_decoding_goes_on_after_a_rollback(forced: Forced) -> None:
@@ -409,9 +414,7 @@ def test_decoding_goes_on_after_a_rollback(forced: Forced) -> None:
         rows = [row + tokens for row, tokens in zip(rows, new)]
     prompts = [text + row[: n + 1] for text, row, n in forced.forced]
     assert_greedy(model, prompts, rows)
-    whole = model.new_cache(len(rows), 128)
-    append(model, [p + row[:-1] for p, row in zip(prompts, rows)], whole)
-    assert unequal(cache, whole) == []
+    assert unequal(cache, forced.holding([p + row[:-1] for p, row in zip(prompts, rows)])) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- greedy
@@ -457,11 +460,11 @@ def test_greedy_equals_the_recorded_continuation(drafting: Transformer) -> None:
         for kind in (PlainDecoder, SpeculativeDecoder):
             cache, decoder = drafting.new_cache(1, 512), kind(drafting, Sampler())
             row = best_tokens(drafting.prefill(text["tokens"][None, :prompt], cache, way).logits[:, -1])
-            while len(row) < 6:
-                row += decoder.step(cache, row[-1:], [True], [6 - len(row)])[0]
+            while len(row) < 5:
+                row += decoder.step(cache, row[-1:], [True], [5 - len(row)])[0]
             rows[kind] = row
         assert rows[PlainDecoder] == rows[SpeculativeDecoder]
-        assert way == "bounded" or rows[PlainDecoder] == text["tokens"].tolist()[prompt : prompt + 6]
+        assert way == "bounded" or rows[PlainDecoder] == text["tokens"].tolist()[prompt : prompt + 5]
 
 
 # ------------------------------------------------------------------------------------------- perfect and useless heads
@@ -537,11 +540,11 @@ def sampled_pairs(rule: Callable[..., list[int]], runs: int) -> float:
     target[1, 3] = 0
     target /= target.sum(-1, keepdim=True)
     uniform, counts = draws(2), torch.zeros(5, 5)
-    for _ in range(runs):
+    for run in range(runs):
         text = [0]
         while len(text) < 3:
             drafts = []
-            for _ in range(2):
+            for _ in range(1 + run % 2):
                 drafts.append(draw(drafter[(text + drafts)[-1]], uniform()))
             states = [text[-1], *drafts]
             text += rule(drafts, target[states], drafter[states[:-1]], uniform)
@@ -568,8 +571,8 @@ def test_the_copied_rule_of_this_test_is_the_right_one() -> None:
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.8)])
 def test_speculation_samples_from_the_backbone(temperature: float, top_p: float, few: Transformer) -> None:
-    """Draft head, verification and rollback of real models: two sampled tokens after one prompt, in 1,500 rows of a batch."""
-    rows, prompt, first = 1500, [1, 4, 2, 2, 0, 3], 2
+    """Draft head, verification and rollback of real models: two sampled tokens after one prompt, in 1,200 rows of a batch."""
+    rows, prompt, first = 1200, [1, 4, 2, 2, 0, 3], 2
     sampler = Sampler(temperature, top_p, seed=3)
     cache, decoder = few.new_cache(rows, 64), SpeculativeDecoder(few, sampler)
     few(torch.tensor([prompt]).repeat(rows, 1), cache, logits="none")
@@ -593,18 +596,19 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     g = torch.Generator().manual_seed(0)
     logits = (torch.randn(40, 30, generator=g) * 2).round()           # with ties
     logits[0] = 0
-    for top_p in (0.05, 0.5, 0.9, 1.0):
+    for top_p in (0.05, 0.51, 0.9, 1.0):
         p, plain = probabilities(logits, 0.8, top_p), probabilities(logits, 0.8)
         assert p.dtype == torch.float64 and p.shape == logits.shape
         for have, row in zip(p.tolist(), plain.tolist()):
             kept, mass = set(), 0.0
             for token in sorted(range(30), key=lambda t: (-row[t], t)):
-                if mass >= top_p - 1e-15 and top_p < 1:
+                if mass >= top_p and top_p < 1:
                     break
                 kept.add(token)
                 mass += row[token]
             assert {t for t in range(30) if have[t] > 0} == kept
             assert all(math.isclose(have[t], row[t] / mass, rel_tol=1e-12) for t in kept)
+    assert probabilities(torch.zeros(4), 1.0, 0.5).tolist() == [0.5, 0.5, 0, 0]   # reached exactly: no token more
 
 
 def test_temperature_scales_the_logits_and_zero_takes_the_lowest_best() -> None:
@@ -639,11 +643,11 @@ def test_acceptance_follows_its_definition() -> None:
     assert accept_greedy([], [3]) == [3]
 
 
-def test_a_seed_repeats_and_the_stream_has_its_order(drafting: Transformer) -> None:
+def test_a_seed_repeats_and_the_stream_has_its_order(predictable_threes: Transformer) -> None:
     """The same seed gives the same tokens. Greedy decoding draws nothing; a plain step takes one number per active row; a
     speculative step as many as documented."""
-    prompts = prompts_of([5, 9], 640, 5)
-    runs = [decode(SpeculativeDecoder(drafting, Sampler(1.0, 0.9, seed)), prompts, [6, 4]) for seed in (1, 1, 2)]
+    model, prompts = predictable_threes, prompts_of([5, 9], 640, 5)
+    runs = [decode(SpeculativeDecoder(model, Sampler(1.0, 0.9, seed)), prompts, [6, 4]) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     taken: list[float] = []
 
@@ -652,15 +656,15 @@ def test_a_seed_repeats_and_the_stream_has_its_order(drafting: Transformer) -> N
             taken.append(super().uniform())
             return taken[-1]
 
-    greedy = SpeculativeDecoder(drafting, Counting())
+    greedy = SpeculativeDecoder(model, Counting())
     decode(greedy, prompts, [3, 3])
     assert taken == []
-    cache = drafting.new_cache(2, 64)
-    append(drafting, prompts, cache)
-    PlainDecoder(drafting, Counting(1.0)).step(cache, [1, 2], [False, True], [9, 9])
+    cache = model.new_cache(2, 64)
+    append(model, prompts, cache)
+    PlainDecoder(model, Counting(1.0)).step(cache, [1, 2], [False, True], [9, 9])
     assert len(taken) == 1
     taken.clear()
-    new = SpeculativeDecoder(drafting, Counting(1.0)).step(cache, [1, 2], [False, True], [9, 9])
+    new = SpeculativeDecoder(model, Counting(1.0)).step(cache, [1, 2], [False, True], [9, 9])
     assert new[0] == [] and len(taken) == BLOCK + min(len(new[1]), BLOCK) + 1
     stream = torch.rand(len(taken), dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
     assert taken == stream
@@ -670,18 +674,14 @@ def test_a_seed_repeats_and_the_stream_has_its_order(drafting: Transformer) -> N
 
 def test_confidence_decides_how_many_drafts_are_submitted(drafting: Transformer) -> None:
     """Survival is the product of the sigmoids: 1/2, 1/4, 1/8 with a silent confidence head."""
-    prompts, greedy = prompts_of([9, 14], 640, 6), None
+    prompts = prompts_of([9, 14], 640, 6)
+    held = drafting.new_cache(2, 64)
+    append(drafting, prompts, held, "none")
     head = drafting.mtp[-1].confidence_head.proj
     weight, head.weight = head.weight, parameter(head.weight * 0)
     try:
-        for threshold, submitted in ((0.0, 5), (0.03125, 5), (0.04, 4), (0.2, 2), (0.5, 1), (0.51, 0), (1.0, 0)):
-            decoder = SpeculativeDecoder(drafting, Sampler(), threshold)
-            rows = decode(decoder, prompts, [2, 2])
-            greedy = greedy or rows
-            # a row that wants one more token submits none
-            assert rows == greedy and decoder.statistics.submitted == [0] * BLOCK
-            cache = drafting.new_cache(2, 64)
-            append(drafting, prompts, cache)
+        for threshold, submitted in ((0.0, 5), (0.03125, 5), (0.2, 2), (0.51, 0)):
+            decoder, cache = SpeculativeDecoder(drafting, Sampler(), threshold), held.fork()
             decoder.step(cache, [1, 2], [True, True], [9, 9])
             assert decoder.statistics.submitted == [2] * submitted + [0] * (BLOCK - submitted)
     finally:
@@ -763,7 +763,7 @@ def test_statistics_say_what_happened() -> None:
 def test_fast_mode_reports_its_first_divergence() -> None:
     """In fast mode a six-row product may round otherwise than a one-row product: nothing is promised, and -s shows where
     the tokens part and how close the two logits were."""
-    model = predictable(load_model(CHECKPOINT, device="cpu", draft=True), quiet=0.8, noise=0.5)
+    model = predictable(load_model(CHECKPOINT, device="cpu", draft=True), quiet=1.1, noise=0.5)
     for seed in range(5):
         prompts = prompts_of([40], 640, seed)
         plain, drafted = (decode(kind(model, Sampler()), prompts, [200])[0] for kind in (PlainDecoder, SpeculativeDecoder))

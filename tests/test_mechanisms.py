@@ -299,9 +299,12 @@ def expected_attention(q: Tensor, kv: Tensor, rows: Tensor, sink: Tensor, select
     return from_numpy(twin.bf16(out))
 
 
-def some_selection(n: int, rows: int, k: int, seed: int = 0) -> list[list[int]]:
+def some_selection(n: int, k: int, seed: int = 0) -> list[list[int]]:
+    """Any rows of those before each query: k of them as soon as there are k, as an indexer selects, and fewer or none
+    before."""
     g = np.random.default_rng(seed)
-    return [sorted(g.choice(t + 1, size=min(k, t + 1), replace=False).tolist()) if t < rows else [] for t in range(n)]
+    size = lambda t: k if t + 1 >= k else int(g.integers(0, t + 1))  # noqa: E731
+    return [sorted(g.choice(t + 1, size=size(t), replace=False).tolist()) for t in range(n)]
 
 
 @pytest.mark.parametrize("sinks", ["ordinary", "extreme"])
@@ -310,15 +313,15 @@ def test_sparse_attention_equals_the_twin(split: int, sinks: str) -> None:
     """35 queries, window 9, selections from none to 10 rows, 6 heads; sinks of both signs, or of +-80."""
     q, kv, rows = 3 * normal(35, 6, 32, seed=1), normal(35, 32, seed=2), normal(35, 32, seed=3)
     sink = torch.tensor([80.0, -80.0, 0.0, 80.0, -80.0, 3.0]) if sinks == "extreme" else normal(6, seed=4).float()
-    selection = some_selection(35, 20, 10)
+    selection = some_selection(35, 10)
     got = attend(q, kv, rows, sink, selection, split=split)
     assert got.dtype == torch.bfloat16 and same_bits(got.double(), expected_attention(q, kv, rows, sink, selection))
 
 
 def test_case_8_empty_selections_and_extreme_sinks_stay_finite() -> None:
-    q, kv, rows = normal(12, 6, 32, seed=1), normal(12, 32, seed=2), normal(12, 32, seed=3)
+    q, kv, rows = normal(13, 6, 32, seed=1), normal(13, 32, seed=2), normal(13, 32, seed=3)
     sink = torch.tensor([80.0, -80.0, 80.0, -80.0, 1e4, -1e4])
-    selection = [[] for _ in range(11)] + [[4]]
+    selection = [[] for _ in range(12)] + [list(range(13))]   # as wide as a selection of 13 rows
     for num in (EXACT, FAST):
         out = attend(q, kv, rows, sink, selection, num=num)
         assert out.isfinite().all() and out[:, [0, 2]].abs().max() < 1e-25 and out[:, 4].eq(0).all()
@@ -343,10 +346,10 @@ def test_the_sink_is_in_the_denominator_only_and_not_scaled() -> None:
 def test_rows_seen_twice_count_twice() -> None:
     """Recent tokens are in the window and may be selected too; a softmax over both copies."""
     q, kv = normal(3, 6, 32, seed=1), normal(3, 32, seed=2)
-    selection = [[0], [0, 1], [1, 2]]
+    selection = [[], [0, 1], [0, 1, 2]]
     got = attend(q, kv, kv, torch.full((6,), -80.0), selection)
     assert same_bits(got.double(), expected_attention(q, kv, kv, torch.full((6,), -80.0), selection))
-    assert not same_bits(got, attend(q, kv, kv, torch.full((6,), -80.0), [[0], [0], [1]]))
+    assert not same_bits(got, attend(q, kv, kv, torch.full((6,), -80.0), [[], [0], [0, 1, 2]]))
 
 
 # ----------------------------------------------------------------------------------------------------------- compressor
@@ -489,7 +492,7 @@ def test_case_21_experts_equal_the_twin(tokens: int) -> None:
     config = small_config()
     experts = Experts(config, 5, EXACT, Ranks())
     randomise(experts, 2)
-    x, weights = 8 * normal(tokens, config.hidden_size).bfloat16(), normal(tokens, 2, seed=1).abs()
+    x, weights = 100 * normal(tokens, config.hidden_size).bfloat16(), normal(tokens, 2, seed=1).abs()
     chosen = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(t))[:2] for t in range(tokens)])
     first = x.double().numpy() @ twin_expert(experts, 0)[0].values.T
     assert np.abs(first).max() > 40 and (first > 0).any() and (first < 0).any()
@@ -510,7 +513,7 @@ def test_case_21_the_shared_expert_is_clamped_too() -> None:
     config = small_config()
     shared = SharedExperts(config, EXACT)
     randomise(shared, 3)
-    x = 8 * normal(9, config.hidden_size).bfloat16()
+    x = 100 * normal(9, config.hidden_size).bfloat16()
     weights = [twin.Weight("fp8", twin.dequantise_fp8_weight(w.weight.view(torch.uint8).numpy(), w.scale.view(torch.uint8).numpy()))
                for w in (shared.w1, shared.w2, shared.w3)]
     want = twin.expert(x.double().numpy(), *weights, config.swiglu_limit)
@@ -576,13 +579,14 @@ def test_sinkhorn_counts_its_iterations_and_adds_eps_where_the_paper_does() -> N
         assert torch.allclose(Sinkhorn(config, EXACT)(logits), from_numpy(want), rtol=1e-13, atol=0)
 
 
-def test_case_19_a_model_keeps_its_dtypes(thirds: Small) -> None:
-    model = thirds.model
+def test_case_19_a_model_keeps_its_dtypes() -> None:
+    with torch.device("meta"):
+        model = Transformer(small_config(), EXACT)
     before = {name: p.dtype for name, p in model.named_parameters()}
     for change in (lambda: model.to(torch.bfloat16), model.half, model.double, model.float, lambda: model.to(dtype=torch.float32)):
-        with pytest.raises(ValueError, match="cannot|not change dtype|dtype"):
+        with pytest.raises(ValueError, match="not change dtype"):
             change()
     assert {name: p.dtype for name, p in model.named_parameters()} == before
-    assert model.to("cpu") is model
+    assert model.to("meta") is model
     mhc = [name for name in before if ".hc_" in name or name.endswith(("attn_sink", "gate.bias"))]
     assert len(mhc) == 5 * 8 and {before[name] for name in mhc} == {torch.float32}
