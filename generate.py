@@ -110,7 +110,8 @@ def generate(model: Transformer, prompts: Sequence[Prompt | Sequence[int]], cach
     `prompts` are token ids or Prompts, complete: of row b, the first cache.lengths[b] are taken as held already. `seed`
     is that of a CPU generator; temperature 0 takes the most likely token. `decoder` replaces plain decoding, with a
     sampler of its own. `prefill`: full, bounded or exact-replay. Between events the cache holds the prompt and all new
-    tokens but at most the last. ValueError for prompts that are empty, too long, or no longer than what the cache holds.
+    tokens but at most the last. ValueError for prompts that are empty, too long, or not longer than what the cache
+    holds.
     """
     prompts = [p if isinstance(p, Prompt) else Prompt(list(p)) for p in prompts]
     cache = model.new_cache(len(prompts)) if cache is None else cache
@@ -160,7 +161,8 @@ def check_length(prompt: Prompt, max_length: int) -> None:
     if not prompt.ids:
         raise ValueError("the prompt is empty")
     if len(prompt.ids) >= max_length:
-        raise ValueError(f"the prompt has {len(prompt.ids):,} tokens: no room for an answer in a context of {max_length:,}")
+        raise ValueError(f"the prompt has {len(prompt.ids):,} tokens: no room for an answer in a context of "
+                         f"{max_length:,}")
 
 
 class Session:
@@ -352,7 +354,8 @@ class Setting:
 
     def prompt(self, messages: Sequence[dict], mode: str, effort: int | str | None = None,
                replies: dict[int, tuple[list[int], list[int]]] | None = None) -> Prompt:
-        """Messages -> prompt in the chat format; `replies`: the sampled ids of earlier answers, as in encoding.prompt_ids."""
+        """Messages -> prompt in the chat format; `replies` holds the sampled ids of earlier answers, as split_reply
+        gives them."""
         segments = render_segments(messages, mode, effort)
         ids, places = prompt_ids(segments, encoder(self.tokenizer), replies)
         return Prompt.expand(ids, places, [self.load(image_source(i)) for segment in segments for i in segment.images])
@@ -467,7 +470,7 @@ def run_once(s: Setting) -> None:
 
 
 def read_conversations(path: str) -> list[Any]:
-    """The conversations of a file: a JSON list of them, one in each line, or a single one. ValueError names the line."""
+    """The conversations of a file: a JSON list of them, one in each line, or a single one."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = data.decode()
@@ -571,9 +574,8 @@ class Chat:
 
     def run(self) -> None:
         s, c = self.s, self.s.model.config
-        s.screen.note(f"DeepSeek-V4.1-Flash, {len(s.model.layers)} layers of width {c.hidden_size}, "
-                      f"{'exact' if s.args.exact else 'fast'}, on {s.model.device}, {s.max_length:,} tokens of context\n"
-                      f"/help lists the commands, Ctrl-D leaves")
+        s.screen.note(f"DeepSeek-V4.1-Flash, {len(s.model.layers)} layers of width {c.hidden_size}, {s.max_length:,} "
+                      f"tokens of context, on {s.model.device}\n/help lists the commands, Ctrl-D leaves")
         while True:
             try:
                 line = s.team.share(self.read)
@@ -708,7 +710,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Talk to DeepSeek-V4.1-Flash: a chat, unless told otherwise.", allow_abbrev=False,
-                    usage="generate.py [--prompt TEXT | --input-file FILE | --benchmark N,N,...] [options]")
+                    usage="generate.py [--prompt TEXT | --input-file FILE | --benchmark N,...] ...")
     add = parser.add_argument_group("what to do").add_mutually_exclusive_group().add_argument
     add("--interactive", action="store_true", help="chat (the default)")
     add("--prompt", metavar="TEXT", help="answer this prompt; -: the one on standard input")

@@ -22,9 +22,9 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import sys
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -45,67 +44,12 @@ from dspark import Sampler, SpeculativeDecoder
 from encoding import encode_messages, image_source
 from model import Block, Cache, Chunk, ImageTokens, ModelConfig, Selection, SparseAttention, Transformer, argmax_lowest, plan_layers
 from quant import FakeQuant, Linear, RMSNorm, to_bf16
+from recordings import (BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report, compare, compare_array, manifest_path,
+                        order, plot, read_json, result_table, selection_map, show, table)
 from vision import ImageInput, load_image
 
-TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-         "I8": torch.int8}
-LEVELS = ("logits", "layers", "all")
 TIES = "lowest index, for selected rows, candidate blocks, experts and tokens"
-BLOCK = 32 << 20         # bytes of one tensor in memory at a time, when files are compared
-
-# What computes each array of a layer, in the order of computation; the level that records it.
-STEPS: dict[str, tuple[str, str]] = {
-    "engram_rows": ("layers", "Engram: token map, look-back, hashes; the pad class where look-back is blocked"),
-    "engram_in": ("layers", "streams before Engram, from the layer below"),
-    "engram_out": ("layers", "Engram: rows of the table, wkv, gate"),
-    "input": ("layers", "streams at the entry of the layer: embedding or image features, the layer below, Engram"),
-    "pre_mix": ("layers", "mHC: the pre of the sublayer before, from its streams"),
-    "attn_in": ("layers", "mHC: read with pre_mix; attn_norm"),
-    "q": ("all", "queries: wq_a, q_norm, wq_b, rotary"),
-    "window_kv": ("all", "window rows: wkv, kv_norm, rotary, FP8"),
-    "main_kv": ("all", "main KV: compressor, pooling of a group, rotary at its first token, FP4"),
-    "index_key": ("all", "index keys: wk of the un-rotated latent, k_norm, rotary at the group's first token, FP4"),
-    "index_query": ("all", "index queries: indexer.wq_b, rotary, FP4"),
-    "topk": ("layers", "indexer: scores and the selection of rows"),
-    "topk_margin": ("layers", "indexer: the gap of the scores at the cut"),
-    "candidates": ("layers", "candidate pool: block maxima, the newest block pinned"),
-    "candidates_margin": ("layers", "candidate pool: the gap at the cut"),
-    "attention": ("all", "sparse attention: window and selected rows, scale, sink"),
-    "attn_out": ("layers", "inverse rotary, wo_a, wo_b (without level all: the whole of attention)"),
-    "ffn_in": ("layers", "mHC: attention's result written (post, comb), streams read with pre; ffn_norm"),
-    "route_experts": ("layers", "gate: affinities + bias (bias_vl inside images), the best experts"),
-    "route_weights": ("layers", "gate: weights of the chosen experts: affinities without bias, normalised, scaled"),
-    "route_margin": ("layers", "gate: the gap at the cut"),
-    "ffn_out": ("layers", "experts: w1, w3, limits, SwiGLU, routing weight before w2; shared expert"),
-    "output": ("layers", "mHC: the experts' result written (post, comb)"),
-}
-BEFORE = {"tokens": "tokens", "prompt_length": "tokens", "positions": "tokens",
-          "image.token_types": "image spans in the prompt", "image.types": "image span: resize plan",
-          "image.grids": "image: resize plan",
-          "image.patches": "image: decoding, resizing, normalisation", "image.vit": "vision tower",
-          "image.features": "aligner"}
-AFTER = {"final_hidden": "streams read with the last pre; norm", "logits": "language-model head",
-         "dspark.main_hidden": "DSpark: mean over the streams at the entry of the target layers",
-         "dspark.logits": "DSpark: main_proj, draft layers, head, Markov bias", "dspark.tokens": "DSpark: greedy drafts",
-         "dspark.confidence": "DSpark: confidence head"}
-SETS = ("topk", "candidates")                                  # rows of ids, ascending, -1 empty: compared as sets
-MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}
-FLOAT32 = ("pre_mix", "route_weights")    # unrounded, so their last float32 digit is not pinned down
 ROUTE_GRID = 2.0**20     # route margins come in steps of 2**-20: the last digits of float64 would show otherwise
-
-
-def order(name: str) -> tuple[int, int, int, str]:
-    """Sort key: the order of computation."""
-    layer = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
-    if layer and layer[2] in STEPS:
-        return 1, int(layer[1]), list(STEPS).index(layer[2]), ""
-    group, names = (0, list(BEFORE)) if name in BEFORE else (2, list(AFTER))
-    return (group, 0, names.index(name), "") if name in names else (3, 0, 0, name)
-
-
-def mechanism(name: str) -> str:
-    kind = name.rpartition(".")[2]
-    return BEFORE.get(name) or AFTER.get(name) or (STEPS[kind][1] if kind in STEPS else "not a known array")
 
 
 # ------------------------------------------------------------------------------------------------------ writing a file
@@ -237,10 +181,6 @@ class Writer:
         self.partial.unlink(missing_ok=True)
 
 
-def manifest_path(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".safetensors") + ".manifest.json")
-
-
 def write_manifest(path: Path, facts: dict[str, Any]) -> None:
     write_atomically(manifest_path(path), [json.dumps(facts, indent=1, ensure_ascii=False).encode() + b"\n"])
 
@@ -253,7 +193,7 @@ class Recorder:
     def __init__(self, model: Transformer, sheets: dict[str, Sheet], write: Callable[[str, int, Tensor], None], row: int = 0) -> None:
         self.model, self.sheets, self.write, self.row = model, sheets, write, row
         self.chunk: Chunk | None = None
-        self.entered: dict[int, tuple[Tensor, Tensor, Tensor]] = {}     # Engram runs before its layer's chunk is known
+        self.entered: dict[int, dict[str, Tensor]] = {}     # Engram runs before its layer's chunk is known
         self.images = 0, 0
         self.handles = [handle for block in model.layers for handle in self._layer(block)]
         on = self._on
@@ -289,7 +229,7 @@ class Recorder:
 
         def begin(_: nn.Module, args: tuple) -> None:
             self.chunk = args[4]
-            for name, value in zip(("engram_in", "engram_rows", "engram_out"), self.entered.pop(i, ())):
+            for name, value in self.entered.pop(i, {}).items():
                 put(p + name, value)
             put(p + "input", args[0])
             put(p + "pre_mix", args[1])
@@ -299,13 +239,16 @@ class Recorder:
         if not any(name.startswith(p) for name in self.sheets):
             return
         if block.engram is not None:
-            yield on(block.engram, lambda args, out: self.entered.update({i: (args[0], args[1], out)}))
+            yield block.engram.register_forward_pre_hook(
+                lambda _, args: self.entered.update({i: {"engram_in": args[0], "engram_rows": args[1]}}))
+            yield on(block.engram, lambda args, out: self.entered[i].update(engram_out=out))
         yield on(block.attn_norm, lambda args, out: put(p + "attn_in", out))
         yield on(attn, lambda args, out: put(p + "attn_out", out[0]))
         yield on(block.ffn_norm, lambda args, out: put(p + "ffn_in", out))
         yield on(block.ffn, lambda args, out: put(p + "ffn_out", out))
         yield on(block.ffn.gate, lambda args, out: self._gate(p, block.ffn.gate, args, out))
-        yield on(attn.core, lambda args, out: self._core(p, args, out))
+        yield attn.core.register_forward_pre_hook(lambda _, args: self._core(p, *args[:3], *args[4:6]))
+        yield on(attn.core, lambda args, out: self._heads(p + "attention", out))
         if block.plan.mode == "full":
             yield attn.indexer.register_forward_pre_hook(lambda _, args: self.compressed(i, args[3], args[4]))
         if block.plan.mode in ("full", "reindex"):
@@ -315,10 +258,8 @@ class Recorder:
         if name in self.sheets:     # the heads of all ranks; float32 because not every backend sends bfloat16
             self.put(name, self.model.ranks.gather(x.flatten(2).to(torch.float32)).unflatten(-1, (-1, x.shape[-1])))
 
-    def _core(self, p: str, args: tuple, out: Tensor) -> None:
-        q, window, depth, _, chunk, cache = args[:6]
+    def _core(self, p: str, q: Tensor, window: Tensor, depth: int, chunk: Chunk, cache: Cache) -> None:
         self._heads(p + "q", q)
-        self._heads(p + "attention", out)
         if p + "window_kv" in self.sheets:
             new = window.view(len(chunk.starts), depth + chunk.width, -1)[:, depth:]               # [B, S, bytes]
             self.put(p + "window_kv", cache.window_rows.unpack(new))
@@ -539,144 +480,6 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-def _size(value: int | str, config: dict[str, Any]) -> int:
-    if isinstance(value, str) and not isinstance(config.get(value), int):
-        raise ValueError(f"the map uses {value!r}, which is no size in the configuration of A's manifest")
-    return config[value] if isinstance(value, str) else value
-
-
-def transform(x: Tensor, steps: list[list[Any]], config: dict[str, Any]) -> Tensor:
-    """The named transforms of a --map rule, in order. Sizes may be written as names of the configuration ("hidden_size").
-
-    ["reshape", sizes...]  ["transpose", axes...]  ["slice", axis, start, stop]  ["squeeze"] (axes of size 1 at the front)
-    ["view", "BF16"] (same bits, another type)     ["add", n] (to ids >= 0)
-    ["blocks"]  a mask bool [P, rows] of compressed rows -> ids [P, candidate_topk_blocks] of the blocks with any
-    """
-    for kind, *args in steps:
-        if kind == "view":
-            x = x.view(TYPES[args[0]])
-            continue
-        args = [_size(value, config) for value in args]
-        if kind == "reshape":
-            x = x.reshape(args)
-        elif kind == "transpose":
-            x = x.permute(args)
-        elif kind == "slice":
-            x = x.narrow(args[0], args[1], args[2] - args[1])
-        elif kind == "squeeze":
-            while x.dim() > 1 and x.shape[0] == 1:
-                x = x[0]
-        elif kind == "add":
-            x = torch.where(x >= 0, x + args[0], x)
-        elif kind == "blocks":
-            size, width = config["candidate_block_size"], config["candidate_topk_blocks"]
-            found = F.pad(x.bool(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).any(-1)
-            ids = torch.where(found, torch.arange(found.shape[-1]), found.shape[-1]).sort(-1).values
-            ids = F.pad(ids, (0, max(0, width - ids.shape[-1])), value=found.shape[-1])[..., :width]
-            x = torch.where(ids < found.shape[-1], ids, -1)
-        else:
-            raise ValueError(f"the map asks for an unknown transform {kind!r}")
-    return x
-
-
-class Recording:
-    """A recording of ours, or with a map any safetensors file that holds the same arrays under other names."""
-
-    def __init__(self, path: str | Path, mapping: str | Path | None = None, like: Recording | None = None) -> None:
-        self.path = Path(path)
-        try:
-            self.file = safe_open(self.path, framework="pt")
-            stored = self.file.keys()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
-        facts = manifest_path(self.path)
-        self.manifest = read_json(facts) if facts.exists() else {}
-        self.config: dict[str, Any] = self.manifest.get("config") or (like.config if like is not None else {})
-        self.sources: dict[str, tuple[list[str], dict[str, Any]]] = {name: ([name], {}) for name in stored}
-        self.ignored: list[str] = []
-        if mapping is not None:
-            self._map(stored, read_json(mapping), mapping)
-        self._kept: tuple[str, Tensor] | None = None
-        n = self.shape("tokens")[0] if "tokens" in self.sources else len(like.tokens) if like is not None else 0
-        self.tokens = self.rows("tokens", 0, n).flatten() if "tokens" in self.sources else like.tokens if like is not None else None
-        if self.tokens is None:
-            raise ValueError(f"{path} holds no tokens: it is not a recording")
-        given = "prompt_length" in self.sources
-        self.prompt = int(self.rows("prompt_length", 0, 1)[0]) if given else like.prompt if like is not None else len(self.tokens)
-        positions = self.rows("positions", 0, self.shape("positions")[0]) if "positions" in self.sources else torch.arange(n)
-        self.span = int(positions[0]), int(positions[-1]) + 1
-
-    def _map(self, stored: list[str], mapping: dict[str, Any], path: str | Path) -> None:
-        self.sources = {}
-        try:
-            rules = [(re.compile(rule["from"]), rule) for rule in mapping["rules"]]
-        except (KeyError, TypeError, re.error) as error:
-            raise ValueError(f"{path} is not a map: it needs rules with a regular expression `from`: {error!r}") from None
-        natural = sorted(stored, key=lambda name: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", name)])
-        for name in natural:      # several tensors with one name, such as one for each step, are joined in this order
-            rule = next(((m, rule) for pattern, rule in rules if (m := pattern.fullmatch(name))), None)
-            if rule is None or rule[1].get("to") is None:
-                self.ignored += [name] if rule is None else []
-            else:
-                self.sources.setdefault(rule[0].expand(rule[1]["to"]), ([], rule[1]))[0].append(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.sources
-
-    def _tensor(self, name: str) -> Tensor:
-        if self._kept is None or self._kept[0] != name:
-            parts, rule = self.sources[name]
-            try:
-                pieces = [transform(self.file.get_tensor(part), rule.get("do", []), self.config) for part in parts]
-                self._kept = name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-            except (RuntimeError, IndexError, TypeError) as error:
-                raise ValueError(f"{self.path}: {parts[0]} cannot be read as {name}: {str(error).splitlines()[0]}") from None
-        return self._kept[1]
-
-    def shape(self, name: str) -> list[int]:
-        parts, rule = self.sources[name]
-        return list(self._tensor(name).shape) if rule or len(parts) > 1 else self.file.get_slice(name).get_shape()
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        parts, rule = self.sources[name]
-        return self._tensor(name)[start:stop] if rule or len(parts) > 1 else self.file.get_slice(name)[start:stop]
-
-    def unit(self, name: str) -> int:
-        """What the rows of an array are: 0 something else, -1 decode steps, m > 0 groups of m positions."""
-        kind = name.rpartition(".")[2]
-        if name.startswith("dspark.") and kind != "main_hidden":
-            return -1
-        if kind in ("main_kv", "index_key") and self.config:
-            return self.config["compress_ratios"][int(name.split(".")[1])]
-        return 0 if name.startswith("image.") and kind != "token_types" or kind in ("prompt_length", "positions") else 1
-
-    def first(self, name: str) -> int:
-        """What row 0 stands for. A map rule may say "rows": first position, or "prompt", "decode" or "last"."""
-        rows, unit = self.sources[name][1].get("rows"), self.unit(name)
-        if rows is not None:
-            return rows if isinstance(rows, int) else {"prompt": 0, "decode": self.prompt}.get(rows, len(self.tokens) - 1)
-        if unit == 0 or name in ("tokens", "image.token_types"):
-            return 0
-        return max(self.span[0] - self.prompt, 0) if unit < 0 else self.span[0] // unit
-
-    def between(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
-        """The rows that stand for start..stop-1, as far as they are there, and what the first of them stands for."""
-        if name not in self.sources:
-            return None
-        first = max(self.first(name), self.manifest.get("first_computed", {}).get(name, 0))
-        start, stop = max(start, first), min(stop, self.first(name) + self.shape(name)[0])
-        return (start, self.rows(name, start - self.first(name), stop - self.first(name))) if start < stop else None
-
-
-def read_json(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a readable JSON file: {error}") from None
-
-
 # -------------------------------------------------------------------------------------------- running from a recording
 
 class Hooks:
@@ -700,16 +503,18 @@ class Forcing(Hooks):
     def __init__(self, recorder: Recorder, source: Recording) -> None:
         super().__init__()
         self.recorder, self.source = recorder, source
+        self.handles.append(recorder.model.norm.register_forward_hook(lambda _, args, out: self.put("final_hidden", out)))
         for block in recorder.model.layers:
             p, attn, put = f"layers.{block.plan.layer}.", block.attn, self.put
             pre = lambda module, hook: self.handles.append(module.register_forward_pre_hook(hook))
             post = lambda module, name: self.handles.append(
-                module.register_forward_hook(lambda _, args, out, name=name: put(name, out)))
+                module.register_forward_hook(lambda _, args, out, name=name: put(name, out) if isinstance(out, Tensor) else (
+                    put(name, out[0]), *out[1:])))
             pre(block, lambda _, args, p=p, plan=block.plan: (
                 put(p + "input", args[0]), put(p + "pre_mix", args[1]), self.selection(plan.index_source, args[2]), *args[3:]))
-            for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out"), (attn.core, "attention")):
+            for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out"),
+                                 (attn.core, "attention"), (attn, "attn_out"), (block, "output")):
                 post(module, p + name)
-            self.handles.append(attn.register_forward_hook(lambda _, args, out, p=p: (put(p + "attn_out", out[0]), out[1])))
             self.handles.append(block.ffn.gate.register_forward_hook(lambda _, args, out, p=p: self.routes(p, out)))
             pre(attn.core, lambda _, args, p=p, layer=block.plan.layer: self.core(p, layer, args))
             if block.plan.mode == "full":
@@ -718,6 +523,7 @@ class Forcing(Hooks):
                 self.handles.append(attn.indexer.register_forward_hook(
                     lambda _, args, out, layer=block.plan.layer: self.selection(layer, out)))
             if block.engram is not None and block.plan.layer:     # the chunk is that of the layer below
+                post(block.engram, p + "engram_out")
                 pre(block.engram, lambda _, args, p=p: (put(p + "engram_in", args[0]), put(p + "engram_rows", args[1]), *args[2:]))
 
     def put(self, name: str, value: Tensor) -> Tensor:
@@ -817,292 +623,26 @@ def rerun(directory: str | Path, source: Recording, like: Recording, out: Path, 
         around.append(lambda recorder: Noise(recorder, *noise))
     span = source.span if source.span != (0, len(source.tokens)) else None
     record(model, prompt, out, decode=len(source.tokens) - source.prompt, level="all", span=span, way=facts["prefill"],
-           given=source.tokens[source.prompt :], around=around, names=set(source.sources) | {"tokens", "prompt_length", "positions"})
+           given=source.tokens[source.prompt :], around=around, names=set(source.sources) | BOOKKEEPING)
 
 
-# ----------------------------------------------------------------------------------------------------------- comparing
-
-@dataclass
-class Result:
-    """How one array of two recordings compares."""
-    name: str
-    shape: list[int]
-    status: str                      # equal, close, tie, near tie, DIFFERENT
-    positions: np.ndarray            # where it differs
-    compared: tuple[int, int]        # first and last position compared
-    max_abs: float = 0.0
-    rel_l2: float = 0.0
-    same: float = 1.0                # share of elements equal in bfloat16; of rows, for sets and integers
-    ulps: int = 0                    # worst distance, in bfloat16 steps
-    unreal: int = 0                  # elements that are NaN or infinite on one side only
-    margin: float | None = None      # largest gap at the cut among the rows that differ
-    hints: list[str] = field(default_factory=list)
-    errors: np.ndarray | None = None # largest absolute error of every position, for plots
-
-    @property
-    def first(self) -> int | None:
-        return int(self.positions[0]) if len(self.positions) else None
+def check(a: Recording, b: Recording, directory: str | Path | None = None) -> Report:
+    """Compare two recordings; with a checkpoint, tell causes from consequences."""
+    if directory is None:
+        return compare(a, b)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "again.safetensors"
+        rerun(directory, b, a, path, forced=True)
+        return compare(a, b, Recording(path, like=a))
 
 
-def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: dict[str, float]) -> Result | None:
-    """Compare one array over the positions that both hold, before position `stop`; None when there are none."""
-    kind, unit = name.rpartition(".")[2], a.unit(name)
-    end = {0: 1 << 62, -1: stop - a.prompt}.get(unit, stop // max(unit, 1))
-    spans = [x.between(name, 0, end) for x in (a, b)]
-    if None in spans:
-        return None
-    i0, i1 = max(s[0] for s in spans), min(s[0] + len(s[1]) for s in spans)
-    if i0 >= i1:
-        return None
-    shape = a.shape(name)
-    step = max(1, BLOCK // max(1, 8 * int(np.prod(shape[1:]))))
-    off, errors, gaps, hints = [], [], [], set()
-    channels, total, diff2, norm2, same = np.zeros(0, bool), 0, 0.0, 0.0, 0
-    out = Result(name, shape, "equal", np.zeros(0, np.int64), (0, 0))
-    for j in range(i0, i1, step):
-        x, y = (r.between(name, j, min(j + step, i1))[1] for r in (a, b))
-        if kind == "route_weights":     # in any order of the experts
-            experts = [r.between(name.replace("weights", "experts"), j, min(j + step, i1)) for r in (a, b)]
-            x, y = (t if e is None else t.gather(-1, e[1].long().argsort(-1)) for t, e in zip((x, y), experts))
-        if kind in SETS or kind == "route_experts":
-            width, big = max(x.shape[-1], y.shape[-1]), 1 << 40
-            x, y = (F.pad(torch.where(t < 0, big, t.long()).sort(-1).values, (0, width - t.shape[-1]), value=big) for t in (x, y))
-            if kind == "candidates":
-                newest = x.masked_fill(x == big, -1).amax(-1, keepdim=True)
-                rows = (x != y).any(-1)
-                if rows.any() and not (y == newest)[rows].any():
-                    hints.add("B lacks the newest block")
-        if x.shape != y.shape:
-            raise ValueError(f"{name} is {list(x.shape)} a row block in A and {list(y.shape)} in B: tell their layout in a --map")
-        if x.dtype.is_floating_point:
-            y = y.to(x.dtype)
-            u, v = x.double(), y.double()
-            unreal = (u.isfinite() != v.isfinite()) | (u.isnan() != v.isnan()) | ((u.isinf() | v.isinf()) & (u != v) & ~u.isnan())
-            delta = torch.where(u.isfinite() & v.isfinite(), u - v, 0).abs()
-            equal = _bits(x) == _bits(y)
-            p, q = (_bits(to_bf16(t)).int() for t in (x, y))
-            apart = (torch.where(p < 0, -(p & 0x7FFF), p) - torch.where(q < 0, -(q & 0x7FFF), q)).abs()
-            out.max_abs, out.ulps = max(out.max_abs, float(delta.max())), max(out.ulps, int(apart.masked_fill(unreal, 0).max()))
-            diff2, norm2 = diff2 + float(delta.square().sum()), norm2 + float(u.nan_to_num(0, 0, 0).square().sum())
-            out.unreal, same = out.unreal + int(unreal.sum()), same + int((p == q).sum())
-            errors.append(delta.flatten(1).amax(1) if delta.dim() > 1 else delta)
-            equal = equal | (u.isnan() & v.isnan())
-            if kind in FLOAT32:
-                equal = equal | (delta <= 2.0**-22 * u.abs())
-        else:
-            equal = x == y
-            same += int(equal.flatten(1).all(1).sum() if equal.dim() > 1 else equal.sum())
-            errors.append((~equal).double().flatten(1).amax(1) if equal.dim() > 1 else (~equal).double())
-        total += x.numel() if x.dtype.is_floating_point else len(x)
-        wrong = (~equal).flatten(1).any(1) if equal.dim() > 1 else ~equal
-        off.append(j + wrong.nonzero().flatten().numpy())
-        if equal.dim() > 1:
-            channels = channels | (~equal).flatten(0, -2).any(0).numpy() if channels.size else (~equal).flatten(0, -2).any(0).numpy()
-        if kind in MARGINS and wrong.any():
-            cut = a.between(name.replace(kind, MARGINS[kind]), j, min(j + step, i1)) or b.between(
-                name.replace(kind, MARGINS[kind]), j, min(j + step, i1))
-            gaps += [] if cut is None else cut[1][wrong].tolist()
-    index = np.concatenate(off)
-    position = {0: lambda i: 0 * i - 1, -1: lambda i: i + a.prompt}.get(unit, lambda i: (i + 1) * unit - 1)
-    out.positions, out.compared = position(index), tuple(int(position(np.array(i))) for i in (i0, i1 - 1))
-    out.errors, out.same = torch.cat(errors).numpy(), same / total
-    out.rel_l2 = (diff2 / norm2) ** 0.5 if norm2 else float(diff2 > 0)
-    out.margin = max(gaps) if gaps else None
-    if len(index):
-        if kind in MARGINS and out.margin is not None and out.margin <= tolerance.get("margin", 0.0):
-            out.status = "tie" if out.margin == 0 else "near tie"
-        elif kind in MARGINS.values():
-            out.status = "close"        # told for the reader, never a failure
-        elif kind not in MARGINS and not out.unreal and x.dtype.is_floating_point and (
-                out.max_abs <= tolerance.get("max_abs", 0.0) and out.rel_l2 <= tolerance.get("rel_l2", 0.0)):
-            out.status = "close"
-        else:
-            out.status = "DIFFERENT"
-        out.hints = sorted(hints) + pattern(out, channels, a)
-    return out
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def pattern(result: Result, channels: np.ndarray, a: Recording) -> list[str]:
-    """What the places of a difference have in common."""
-    c, p, kind, hints = a.config, result.positions, result.name.rpartition(".")[2], []
-    unit = a.unit(result.name)
-    if not c or unit == 0:
-        return hints
-    low, high = result.compared
-    types = a.rows("image.token_types", 0, a.shape("image.token_types")[0]).numpy() if "image.token_types" in a else None
-    inside = types is not None and high < len(types) and (types[p] >= 0).all()
-    if inside and (types[low : high + 1] < 0).any():
-        hints.append("only inside images")
-    elif types is None or not (types[p] >= 0).any():
-        ends = [-1] if types is None else [-1, *np.flatnonzero((types[:-1] >= 0) & (types[1:] < 0)).tolist()]
-        after = np.min([np.where(p > e, p - e, 1 << 30) for e in ends], axis=0)
-        if kind == "engram_rows" and after.max() < c["engram_max_ngram_size"]:
-            hints.append("only where look-back reaches the beginning" + (" or an image" if types is not None else ""))
-    if low < a.prompt and p[0] >= a.prompt:
-        hints.append("only in decoded tokens")
-    if low < p[0] == c["sliding_window"]:
-        hints.append("from the position on where the window moves")
-    if low == 0 and unit == 1 and p[0] == 1:
-        hints.append("not at position 0")
-    if unit == 1 and len(p) > 3 and len(set((p % 2).tolist())) == 1 and high - low > 3:
-        hints.append(f"only at {'odd' if p[0] % 2 else 'even'} positions")
-    turned = c["qk_rope_head_dim"]
-    if kind in ("q", "window_kv", "main_kv", "index_key", "index_query", "attention") and len(channels) > turned:
-        if not channels[:-turned].any():
-            hints.append("only in the channels that rotary turns")
-    return hints
-
-
-@dataclass
-class Report:
-    """The comparison of two recordings."""
-    results: list[Result]
-    verdict: list[str]
-    passed: bool
-    notes: list[str]
-    causes: list[Result]
-    local: list[Result] | None = None     # B against the model reading what B recorded
-    only: tuple[list[str], list[str]] = ((), ())
-
-    def json(self) -> dict[str, Any]:
-        def row(r: Result) -> dict[str, Any]:
-            return {"name": r.name, "shape": r.shape, "status": r.status, "first_position": r.first, "positions": len(r.positions),
-                    "max_abs": r.max_abs, "rel_l2": r.rel_l2, "bf16_equal": r.same, "bf16_ulps": r.ulps,
-                    "not_finite": r.unreal, "margin": r.margin, "hints": r.hints}
-        return {"passed": self.passed, "verdict": self.verdict, "notes": self.notes,
-                "causes": [row(r) | {"mechanism": mechanism(r.name)} for r in self.causes],
-                "tensors": [row(r) for r in self.results],
-                "local": None if self.local is None else [row(r) for r in self.local],
-                "only_in_a": self.only[0], "only_in_b": self.only[1]}
-
-
-def compare(a: Recording, b: Recording, directory: str | Path | None = None) -> Report:
-    """Compare two recordings of the same prompt. ValueError when the prompts differ or nothing is in both."""
-    n = min(len(a.tokens), len(b.tokens))
-    apart = (a.tokens[:n] != b.tokens[:n]).nonzero().flatten().tolist()
-    if a.prompt != b.prompt or (apart and apart[0] < a.prompt):
-        raise ValueError(f"{a.path} and {b.path} are recordings of different prompts")
-    stop, notes = apart[0] if apart else n, []
-    if apart:
-        at, notes = apart[0], [f"tokens: B went on with {int(b.tokens[apart[0]])} at position {apart[0]}, A with "
-                               f"{int(a.tokens[apart[0]])}; compared up to there"]
-        row = a.between("logits", at - 1, at)
-        if row is not None:
-            notes[0] += f". A's logits: {float(row[1][0, a.tokens[at]] - row[1][0, b.tokens[at]]):.6g} between the two"
-    for key in ("weights", "numerics", "fake_quant", "prefill"):
-        if key in a.manifest and key in b.manifest and a.manifest[key] != b.manifest[key]:
-            notes.append(f"{key}: {a.manifest[key]} in A, {b.manifest[key]} in B")
-    if b.ignored:
-        notes.append(f"{len(b.ignored)} tensors of B fit no rule of the map, such as {b.ignored[0]}")
-    names = sorted((set(a.sources) & set(b.sources)) - {"tokens", "prompt_length", "positions"}, key=order)
-    only = tuple(sorted(set(x.sources) - set(y.sources) - {"positions"}, key=order) for x, y in ((a, b), (b, a)))
-    tolerances = a.manifest.get("tolerances") or {}
-    results = [r for name in names if (r := compare_array(name, a, b, stop, tolerances.get("free", {}).get(name, {})))]
-    if not results:
-        raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; names of B: {', '.join(list(b.sources)[:5])}")
-    differing = [r for r in results if r.status not in ("equal", "close")]
-    causes: list[Result] = []
-    for r in differing:       # in the order of computation; an earlier cause explains what starts at or after it
-        if not any(cause.first <= r.first for cause in causes):
-            causes.append(r)
-    verdict, local = [], None
-    if not differing and not apart:
-        bits = sum(r.status == "equal" for r in results)
-        verdict.append(f"equal: {bits} of {len(results)} tensors bit for bit" + (", the others within tolerance" if bits < len(results) else ""))
-    passed = not apart and all(r.status != "DIFFERENT" for r in results)
-    if differing:
-        verdict.append(f"first difference: {describe(differing[0])}")
-        if len(differing) > 1 and len(causes) == 1:
-            verdict.append(f"the other {len(differing) - 1} tensors that differ do so from that position on: they may all be consequences")
-        verdict += [f"not explained by it, because it differs earlier: {describe(r)}" for r in causes[1:]]
-    if directory is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rerun.safetensors"
-            rerun(directory, b, a, path, forced=True)
-            again = Recording(path, like=a)
-            local = [r for name in names if (r := compare_array(name, again, b, len(b.tokens), tolerances.get("local", {}).get(name, {})))]
-        causes = [r for r in local if r.status not in ("equal", "close")]
-        wrong = [r for r in causes if r.status == "DIFFERENT"]
-        passed = not wrong
-        for first, *others in _grouped(causes):
-            verdict.append(("by itself a tie: " if first.status != "DIFFERENT" else "wrong by itself: ") + describe(first) + (
-                f"; also in layers {', '.join(r.name.split('.')[1] for r in others)}" if others else ""))
-        rest = len({r.name for r in differing} - {r.name for r in causes})
-        verdict.append(f"read with what B recorded, every other step agrees: the remaining {rest} differences are consequences" if causes
-                       else "read with what B recorded, every step agrees: B computes the same model"
-                       + (f", and its {rest} differences follow from ties, rounding or other inputs" if rest else ""))
-    return Report(results, verdict, passed, notes, causes, local, only)
-
-
-def _grouped(results: list[Result]) -> list[list[Result]]:
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for r in results:
-        groups.setdefault((r.name.rpartition(".")[2], r.status), []).append(r)
-    return list(groups.values())
-
-
-def describe(r: Result) -> str:
-    where = "" if r.first is None or r.first < 0 else f" at position {r.first}"
-    many = f", {len(r.positions)} positions in all" if len(r.positions) > 1 and r.first >= 0 else ""
-    cut = {"tie": "; a tie: the scores at the cut are equal", "near tie": f"; within the noise at the cut, {r.margin}"}.get(
-        r.status, "" if r.margin is None else f"; not a tie: up to {r.margin:.3g} between the scores at the cut")
-    unreal = f"; {r.unreal} elements are NaN or infinite on one side only" if r.unreal else ""
-    hints = f" ({'; '.join(r.hints)})" if r.hints else ""
-    return f"{r.name}{where}{many}{hints}{cut}{unreal}. Computed by {mechanism(r.name)}"
-
-
-def table(rows: list[list[str]], pretty: bool) -> str:
-    """Columns under a header; lines and colours where someone looks at it."""
-    widths = [max(len(row[j]) for row in rows) for j in range(len(rows[0]))]
-    bar, rule = (" │ ", "─") if pretty else ("  ", "")
-    lines = [bar.join(cell.ljust(w) if j == 0 else cell.rjust(w) for j, (cell, w) in enumerate(zip(row, widths))) for row in rows]
-    if pretty:
-        colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
-        lines = [f"\x1b[{colour[row[-1]]}m{line}\x1b[0m" if row[-1] in colour else line for row, line in zip(rows, lines)]
-        lines.insert(1, "─┼─".join(rule * w for w in widths))
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def result_table(results: list[Result], pretty: bool) -> str:
-    rows = [["tensor", "shape", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
-    for r in results:
-        real = r.name.rpartition(".")[2] not in MARGINS
-        rows.append([r.name, "x".join(map(str, r.shape)), f"{r.max_abs:.3g}" if real else "-", f"{r.rel_l2:.2e}" if real else "-",
-                     f"{r.same:.3%}", str(r.ulps) if real else "-", str(r.unreal or "-"), "-" if r.first is None else str(r.first), r.status])
-    return table(rows, pretty)
-
-
-def plot(report: Report, path: str) -> None:
-    """Error by layer and by position."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    by_layer, by_position = figure.subplots(2, 1)
-    for kind in ("input", "attn_out", "ffn_out", "output"):
-        found = [(int(r.name.split(".")[1]), r.rel_l2) for r in report.results if re.fullmatch(rf"layers\.\d+\.{kind}", r.name)]
-        if found:
-            by_layer.plot(*zip(*found), marker="o", label=kind)
-    for r in [r for r in report.results if r.name == "logits" or r.name.endswith(".output")][-4:]:
-        by_position.plot(np.arange(r.compared[0], r.compared[0] + len(r.errors)), r.errors, label=r.name)
-    for axes, x, y in ((by_layer, "layer", "relative L2"), (by_position, "position", "largest absolute error")):
-        axes.set(xlabel=x, ylabel=y, yscale="symlog")
-        axes.legend(loc="upper left")
-    figure.savefig(path)
-
-
-# ------------------------------------------------------------------------------------------------- noise, show, command
+# ------------------------------------------------------------------------------------------------------- command line
 
 def noise(a: Recording, directory: str | Path, runs: int, rate: float, points: str, seed: int) -> dict[str, Any]:
     """Tolerances for every array, twice the largest difference of reruns with noise: "free", and "local" with every step
     reading what `a` recorded. Written into the manifest."""
     out: dict[str, Any] = {"runs": runs, "rate": rate, "points": points, "seed": seed, "free": {}, "local": {}}
-    names = sorted(set(a.sources) - {"tokens", "prompt_length", "positions"}, key=order)
+    names = sorted(set(a.sources) - BOOKKEEPING, key=order)
     for forced, into in ((False, out["free"]), (True, out["local"])):
         for run in range(runs):
             with tempfile.TemporaryDirectory() as folder:
@@ -1117,40 +657,6 @@ def noise(a: Recording, directory: str | Path, runs: int, rate: float, points: s
     a.manifest["tolerances"] = out
     write_manifest(a.path, a.manifest)
     return out
-
-
-def show(a: Recording, pretty: bool) -> str:
-    m, rows = a.manifest, [["tensor", "type", "shape", "least", "largest", "mean", "rms", "NaN"]]
-    facts = ("numerics", "prefill", "level", "positions", "device", "versions", "weights", "command")
-    lines = [f"{a.path}: {len(a.tokens)} tokens, {a.prompt} of them the prompt"] + [f"  {key}: {m[key]}" for key in facts if m.get(key)]
-    for name in sorted(a.sources, key=order):
-        x = a.rows(name, 0, min(a.shape(name)[0], max(1, BLOCK // max(1, int(np.prod(a.shape(name)[1:]))))))
-        y = x.double()[~x.isnan()] if x.dtype.is_floating_point else x.double().flatten()
-        stats = [f"{f(y):.4g}" for f in (torch.min, torch.max, torch.mean, lambda t: t.square().mean().sqrt())] if y.numel() else ["-"] * 4
-        rows.append([name, str(x.dtype).removeprefix("torch."), "x".join(map(str, a.shape(name))), *stats, str(x.numel() - y.numel() or "-")])
-    return "\n".join(lines) + "\n\n" + table(rows, pretty)
-
-
-def selection_map(a: Recording, layer: int, picture: str | None) -> str:
-    """Which compressed rows each position selects: positions downwards, rows to the right; darker is more."""
-    name = f"layers.{layer}.topk"
-    if name not in a:
-        raise ValueError(f"{a.path} holds no {name}: only index sources select rows, the layers after one reuse them")
-    ids = a.rows(name, 0, a.shape(name)[0]).long()
-    n = int(ids.max()) + 1
-    high, wide = (1024, 1024) if picture else (40, 100)
-    grid = torch.zeros(min(high, len(ids)), min(wide, max(n, 1)))
-    at, chosen = torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)[ids >= 0], ids[ids >= 0]
-    grid.index_put_((at * len(grid) // len(ids), chosen * grid.shape[1] // max(n, 1)), torch.ones(len(at)), accumulate=True)
-    cell = len(ids) / len(grid) * max(n, 1) / grid.shape[1]
-    if picture:
-        from PIL import Image
-        Image.fromarray(((1 - (grid / cell).clamp_max(1)) * 255).to(torch.uint8).numpy()).save(picture)
-        return f"{picture}: {len(ids)} positions downwards, {n} compressed rows to the right"
-    shades = " .:-=+*#%@"
-    lines = ["".join(shades[min(9, int(np.ceil(v / cell * 9)))] for v in row.tolist()) for row in grid]
-    first = a.first(name)
-    return "\n".join([f"{name}: positions {first} to {first + len(ids) - 1} downwards, rows 0 to {n - 1} to the right", *lines])
 
 
 def expand(tokens: list[int], config: ModelConfig, images: list[ImageInput], types: list[int] | None = None) -> Prompt:
@@ -1242,7 +748,7 @@ def _record(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     a = Recording(args.a)
-    report = compare(a, Recording(args.b, args.map, like=a), args.ckpt_path)
+    report = check(a, Recording(args.b, args.map, like=a), args.ckpt_path)
     if args.plot:
         plot(report, args.plot)
     if args.json:

@@ -355,6 +355,7 @@ class Chunk:
         self.appends = appends  # replay reads compressed rows and writes none
         self.start, self.end, self.first = torch.tensor([starts, self.ends, first], device=device).unsqueeze(-1)  # [B, 1]
         self.positions = self.start + torch.arange(width, device=device)                                      # [B, S]
+        self.block = QUERY_BLOCK[device.type == "cuda"]
         self.updates: dict[tuple, Tensor] = {}
         self._index: dict[tuple, Any] = {}
 
@@ -409,12 +410,13 @@ class Chunk:
 
     def blocks(self, per_query: int) -> Iterator[tuple[int, int]]:
         """Queries in blocks whose working set, at `per_query` bytes for one query of one row, stays bounded."""
-        size = max(1, min(QUERY_BLOCK, WORKING_SET // max(1, per_query * len(self.starts))))
+        size = max(1, min(self.block, WORKING_SET[self.start.device.type == "cuda"] // max(1, per_query * len(self.starts))))
         return ((q, min(q + size, self.width)) for q in range(0, self.width, size))
 
 
-WORKING_SET = 256 << 20   # bytes of intermediate results that attention and indexer aim at
-QUERY_BLOCK = 64          # longer blocks waste products outside the band of the window
+# On (CPU, CUDA): bytes of intermediate results that attention and indexer aim at, and the most queries in a block. Longer
+# blocks waste products outside the band of the window, shorter ones launch more.
+WORKING_SET, QUERY_BLOCK = (256 << 20, 2 << 30), (64, 256)
 
 
 class Snapshot(NamedTuple):
@@ -658,7 +660,7 @@ class SparseAttention(nn.Module):
         k = 0 if selection is None else selection.shape[-1]
         sink = sink.to(self.num.arith).view(1, 1, H, 1) / self.scale     # one column more: it enters the sum unscaled
         out = []
-        for q0, q1 in chunk.blocks((H * (chunk.window + QUERY_BLOCK + k) * 3 + k * d * 2) * self.num.arith.itemsize):
+        for q0, q1 in chunk.blocks((H * (chunk.window + chunk.block + k) * 3 + k * d * 2) * self.num.arith.itemsize):
             Q = q1 - q0
             place, hidden = chunk.window_block(q0, q1, depth)
             near = cache.window_rows.unpack(window.index_select(0, place)).view(B, -1, d)                  # [B, K, d]
@@ -764,8 +766,8 @@ class Indexer(nn.Module):
         n_blocks = -(-n // c.candidate_block_size)
         confined = plan.uses_pool and n_blocks > c.candidate_topk_blocks
         width = c.candidate_topk_blocks * c.candidate_block_size
-        gathered = confined and width * min(QUERY_BLOCK, chunk.width) < n   # else the queries of a block share all keys
-        per_query = width * (2 * self.heads + c.index_head_dim) if gathered else 2 * self.heads * min(n, KEY_BLOCK) + n
+        gathered = confined and width * min(chunk.block, chunk.width) < n   # else the queries of a block share all keys
+        per_query = width * (2 * self.heads + c.index_head_dim) if gathered else 2 * self.heads * min(n, KEY_BLOCK[x.is_cuda]) + n
         rows, pools = [], []
         for q0, q1 in chunk.blocks(per_query * arith.itemsize):
             visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).unsqueeze(-1)                  # [B, Q, 1]
@@ -798,9 +800,9 @@ class Indexer(nn.Module):
         """sum_h w_h relu(q_h . k_j) for all n rows, [B, Q, n]; keys are unpacked a block at a time. The paper's positive
         constant is left out: it cannot change the order, and without it exact ties stay ties."""
         B, Q, h, e = q.shape
-        parts = []
-        for j in range(0, n, KEY_BLOCK):
-            keys = cache.key_rows.unpack(cache.keys[self.plan.kv_source][:, j : min(j + KEY_BLOCK, n)])
+        parts, step = [], KEY_BLOCK[q.is_cuda]
+        for j in range(0, n, step):
+            keys = cache.key_rows.unpack(cache.keys[self.plan.kv_source][:, j : min(j + step, n)])
             dots = batched_product(q.reshape(B, Q * h, e), keys.transpose(1, 2), self.num).view(B * Q, h, -1)
             parts.append(torch.bmm(w.reshape(B * Q, 1, h), dots.relu_()).view(B, Q, -1))
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else w.new_empty(B, Q, 0)
@@ -816,7 +818,7 @@ class Indexer(nn.Module):
         return self.ranks.sum(torch.bmm(w.reshape(B * Q, 1, h), dots.relu_()).view(B, Q, -1))
 
 
-KEY_BLOCK = 16384   # index keys unpacked at a time
+KEY_BLOCK = (16384, 65536)   # index keys unpacked at a time, on (CPU, CUDA)
 
 
 class Attention(nn.Module):
@@ -1323,6 +1325,7 @@ class Transformer(nn.Module):
             raise ValueError(f"prefill way {way!r} needs a decoder that starts at the last KV source with compress_ratios 1, and "
                              f"draft targets inside it; this configuration has none: use full")
         ids, counts = self._checked(input_ids, cache, lengths)
+        cache.chunk(counts, ids.shape[1], "encoder")   # refuses now, not half way, a prompt that does not fit
         begun, known = list(cache.lengths), {part: list(w) for part, w in cache.window_start.items()}
         replayed = {"full": ids.shape[1], "bounded": c.sliding_window}.get(way) or (
             (len(self.layers) - start) * (c.sliding_window - 1) + 1)
@@ -1369,7 +1372,8 @@ class Transformer(nn.Module):
         chunk, tables, means = cache.chunk(counts, max(counts), "decoder", starts=starts, appends=False), self._tables(), []
         row = torch.arange(len(starts), device=self.device).unsqueeze(-1) * keep
         x, pre_mix, in_image, ngrams = (t.flatten(0, 1)[(chunk.positions % keep + row).to(t.device)] for t in tail)
-        state = self._run(range(start, len(self.layers)), State(x, pre_mix, None), Tokens(ngrams, in_image), tables, chunk, cache, means)
+        tokens = Tokens(ngrams, None if self.config.vision_config is None else in_image)
+        state = self._run(range(start, len(self.layers)), State(x, pre_mix, None), tokens, tables, chunk, cache, means)
         hidden = torch.cat(means, -1) if means else None
         if self.mtp is not None:
             self.mtp.observe(hidden, tables, self._part(chunk, cache, "draft"), cache)

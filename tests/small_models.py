@@ -107,9 +107,12 @@ def poison(cache: Cache) -> int:
 
     Dead are: ring slots outside the last W - 1 tokens (W for draft stages; or outside the open group, or the last
     n-gram), compressed rows beyond the length, and the storage that has grown ahead of it. Rolling back is over after this.
+    Rings of draft stages that a model without its draft head never fills are left alone: all zeros.
     """
     plans, c, count = {p.layer: p for p in cache.plans}, cache.config, 0
     for key, ring in list(cache.rings.items()):
+        if key[0] == "window" and plans[key[1]].part == "draft" and not ring.any():
+            continue
         ring = ring.clone()
         depth = ring.shape[1]
         for row, n in enumerate(cache.lengths):
@@ -148,9 +151,10 @@ def randomise(module: nn.Module, seed: int) -> None:
         parameter.copy_(value)
 
 
-def without_fake_quant(directory: Path) -> Transformer:
+def without_fake_quant(directory: Path, draft: bool = False) -> Transformer:
     """The exact model of a checkpoint with every fake quantisation off: then cached rows are bfloat16."""
-    return load_model(directory, exact=True, device="cpu", fake_quant=FakeQuant(False, False, False, False, False))
+    off = FakeQuant(False, False, False, False, False)
+    return load_model(directory, exact=True, device="cpu", fake_quant=off, draft=draft)
 
 
 def images_of(types: Sequence[int], features: Tensor) -> ImageTokens:

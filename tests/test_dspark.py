@@ -38,7 +38,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     ("dspark.py", "torch.arange(-self.window, self.width", "torch.arange(1 - self.window, self.width",
      "test_drafts_equal_the_released_code[text-one shot]"),                                # window one row short
     ("dspark.py", "hidden = (wanted < self.first)[:, None, None]", "pass",
-     "test_drafts_after_a_bounded_prefill_equal_the_twin"),                                # skipped rows are read
+     "test_the_first_tokens_of_a_text_can_be_drafted"),                                    # rows that are not there are read
     ("dspark.py", "torch.cat([hidden[:, i], markov], -1)", "torch.cat([last.norm(hidden[:, i]), markov], -1)",
      "test_drafts_equal_the_released_code[text-chunks]"),                                 # confidence of the normed state
     ("model.py", "        if self.mtp is not None:\n            self.mtp.observe(hidden, tables, self._part(chunk, cache, "
@@ -125,7 +125,7 @@ def drafting() -> Transformer:
 
 @pytest.fixture(scope="module")
 def predictable_tiny() -> Transformer:
-    return predictable(load_model(CHECKPOINT, exact=True, device="cpu", draft=True), quiet=1.1, noise=0.5)
+    return predictable(load_model(CHECKPOINT, exact=True, device="cpu", draft=True), quiet=1.3, noise=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -763,7 +763,7 @@ def test_statistics_say_what_happened() -> None:
 def test_fast_mode_reports_its_first_divergence() -> None:
     """In fast mode a six-row product may round otherwise than a one-row product: nothing is promised, and -s shows where
     the tokens part and how close the two logits were."""
-    model = predictable(load_model(CHECKPOINT, device="cpu", draft=True), quiet=1.1, noise=0.5)
+    model = predictable(load_model(CHECKPOINT, device="cpu", draft=True), quiet=1.3, noise=0.5)
     for seed in range(5):
         prompts = prompts_of([40], 640, seed)
         plain, drafted = (decode(kind(model, Sampler()), prompts, [200])[0] for kind in (PlainDecoder, SpeculativeDecoder))

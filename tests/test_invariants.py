@@ -3,7 +3,6 @@ the three ways of prefill keep that promise. The reference of every comparison i
 sequence or the golden run, so that an equality here is more than self-consistency."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Callable, Sequence
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 import twin
-from golden_data import CHECKPOINT, difference, golden, same_bits
+from convert import load_model
+from golden_data import CHECKPOINT, difference, same_bits
 from model import Cache, Transformer
 from small_models import Small, feed, feed_rows, poison, same_state, without_fake_quant
 
@@ -20,6 +20,12 @@ from small_models import Small, feed, feed_rows, poison, same_state, without_fak
 def golden_small(tiny: Transformer, golden_text: dict[str, Tensor]) -> Small:
     """The golden checkpoint and run in the same clothes as the random ones: window 16."""
     return Small(CHECKPOINT, tiny, golden_text["tokens"], golden_text)
+
+
+@pytest.fixture(scope="module")
+def with_drafts(golden_text: dict[str, Tensor]) -> Small:
+    """The golden checkpoint with its draft head, whose windows are part of the history."""
+    return Small(CHECKPOINT, load_model(CHECKPOINT, exact=True, device="cpu", draft=True), golden_text["tokens"], golden_text)
 
 
 @pytest.fixture(params=["golden_small", "wide_window", "thirds"])
@@ -60,10 +66,8 @@ def test_i1_every_chunking_gives_the_same_bits(small: Small, chunks: str) -> Non
         assert same_state(cache, feed(small.model, small.tokens, [n])[1]) == []
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 17])
-def test_i1_token_by_token_from_the_start(thirds: Small, prompt: int) -> None:
-    logits, _ = feed(thirds.model, thirds.tokens, [prompt] + [1] * (46 - prompt))
-    check(thirds, logits)
+def test_i1_token_by_token_from_the_start(thirds: Small) -> None:
+    check(thirds, feed(thirds.model, thirds.tokens, [1] * 30)[0])
 
 
 def test_i1_token_by_token_across_the_window_and_the_pool(wide_window: Small) -> None:
@@ -87,14 +91,15 @@ def rows_of(small: Small, lengths: Sequence[int]) -> list[Tensor]:
     return [small.tokens[:n] for n in lengths]
 
 
-@pytest.mark.parametrize("padding", [0, -7, 10**12])
-def test_i2_case_25_rows_of_a_ragged_batch_are_as_alone(quick: Small, padding: int) -> None:
+@pytest.mark.parametrize("name, padding", [("golden_small", -7), ("thirds", 0), ("thirds", -1), ("thirds", 10**12)])
+def test_i2_case_25_rows_of_a_ragged_batch_are_as_alone(name: str, padding: int, request: pytest.FixtureRequest) -> None:
     """Prompts of 3, 64 and 131 tokens and an empty row, then ragged chunks; padding of absurd ids."""
+    quick = request.getfixturevalue(name)
     lengths = [3, 64, min(131, len(quick.tokens) - 20), 0]
     cache = quick.model.new_cache(4)
     for row in feed_rows(quick.model, rows_of(quick, lengths), cache, padding):
         check(quick, row)
-    for step in ([1, 0, 1, 2], [5, 19, 0, 1], [1, 1, 1, 1]):
+    for step in ([1, 0, 1, 2], [5, 19, 0, 1]):
         rows = [quick.tokens[n : n + s] for n, s in zip(lengths, step)]
         for start, row in zip(lengths, feed_rows(quick.model, rows, cache, padding)):
             check(quick, row, start)
@@ -150,14 +155,16 @@ def test_i6_two_models_and_two_caches_take_turns(thirds: Small, wide_window: Sma
             starts[i] += step[i]
 
 
-@pytest.mark.parametrize("lengths", [[0, 1, 2], [5, 16, 17], [60, 61, 63]])
+@pytest.mark.parametrize("name, lengths", [("with_drafts", [5, 16, 17]), ("golden_small", [0, 33, 75]), ("thirds", [0, 1, 2]),
+                                           ("thirds", [9, 10, 63])])
 @pytest.mark.parametrize("rows", ["packed", "bfloat16"])
-def test_i6_case_6_poison_in_every_dead_slot_changes_nothing(quick: Small, rows: str, lengths: list[int]) -> None:
+def test_i6_case_6_poison_in_every_dead_slot_changes_nothing(name: str, rows: str, lengths: list[int],
+                                                             request: pytest.FixtureRequest) -> None:
     """Ring slots that nothing reads, rows beyond the length, other rows' tails, open groups, n-gram ids: NaN or absurd."""
-    model = quick.model if rows == "packed" else without_fake_quant(quick.directory)
+    quick = request.getfixturevalue(name)
+    model = quick.model if rows == "packed" else without_fake_quant(quick.directory, quick.model.mtp is not None)
     cache = model.new_cache(3)
-    if max(lengths) > 0:
-        feed_rows(model, rows_of(quick, [n for n in lengths]), cache)
+    feed_rows(model, rows_of(quick, lengths), cache)
     clean = cache.fork()
     assert poison(cache) > 1000
     for step in ([1, 1, 1], [19, 0, 2], [1, 3, 1]):
@@ -205,18 +212,26 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(thirds: Small) -> None:
 
 # ------------------------------------------------------------------------------------------------- going back, copying
 
-@pytest.mark.parametrize("length", [8, 15, 16, 17, 33, 64])
-def test_truncated_and_continued_is_as_never_fed(quick: Small, length: int) -> None:
-    """0 to R tokens taken back, one shot or one by one, at odd and even lengths around the window's edge."""
-    R = quick.model.config.dspark_block_size
-    wrong = quick.tokens.flip(0)
-    for back in range(R + 1):
-        _, cache = feed(quick.model, quick.tokens, [length])
-        feed(quick.model, wrong, [back] if back % 2 else [1] * back, cache) if back else None
+@pytest.mark.parametrize("name, lengths, one_by_one", [
+    ("golden_small", [15, 17, 64], False), ("golden_small", [16], True), ("thirds", [8, 9, 33], False), ("thirds", [10, 26], True)])
+def test_truncated_and_continued_is_as_never_fed(name: str, lengths: list[int], one_by_one: bool,
+                                                 request: pytest.FixtureRequest) -> None:
+    """Row b takes b tokens back, 0 to R of them, at odd and even lengths around the window's edge."""
+    quick = request.getfixturevalue(name)
+    R, wrong = quick.model.config.dspark_block_size, quick.tokens.flip(0)
+    for length in lengths:
+        cache = quick.model.new_cache(R + 1)
+        feed_rows(quick.model, rows_of(quick, [length] * (R + 1)), cache)
+        for step in range(R) if one_by_one else [0]:
+            more = [wrong[step : min(step + 1, b)] if one_by_one else wrong[:b] for b in range(R + 1)]
+            feed_rows(quick.model, more, cache)
+        assert cache.lengths == [length + b for b in range(R + 1)]
         cache.truncate(length)
         fresh = feed(quick.model, quick.tokens, [length])[1]
-        assert cache.lengths == [length] and same_state(cache, fresh) == []
-        check(quick, feed(quick.model, quick.tokens[length:], [1, 2], cache)[0], length)
+        for b in range(R + 1):
+            assert cache.lengths[b] == length and same_state(cache, fresh, b) == [], b
+        for row in feed_rows(quick.model, [quick.tokens[length : length + 3]] * (R + 1), cache):
+            check(quick, row, length)
 
 
 def test_rows_are_truncated_each_to_its_own_length(thirds: Small) -> None:

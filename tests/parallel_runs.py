@@ -1,0 +1,179 @@
+"""One set of runs that touches every mechanism, and its results as named arrays: the same for any number of ranks and on
+any device, which is what the tests of tensor parallelism and of CUDA compare. Also: starting the ranks."""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from convert import load_model
+from dspark import Sampler, SpeculativeDecoder
+from golden_data import same_bits
+from model import ImageTokens, Transformer
+
+UNROUNDED = ("pre_mix", "route_weights")   # float64 between rounding points: equal bits on one device, not across devices
+
+
+class Watch:
+    """Hooks that keep what layers, gates, selections and draft stages return, call by call."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.kept: dict[str, list[Tensor]] = defaultdict(list)
+        self.handles = []
+        for name, module in model.named_modules():
+            kind = type(module).__name__
+            if kind in ("Block", "Stage"):
+                self.add(module, name, ("output", "pre_mix"), lambda out: out[:2])
+            elif kind == "Indexer":
+                self.add(module, name, ("rows", "pool"), tuple)
+            elif kind == "Gate":
+                self.add(module, name, ("route_weights", "route_experts"), tuple)
+            elif kind in ("Attention", "MoE", "Engram", "Embedding", "RMSNorm"):
+                self.add(module, name, ("out",), lambda out: (out[0],) if isinstance(out, tuple) else (out,))
+
+    def add(self, module: nn.Module, name: str, leaves: tuple[str, ...], pick: Callable[[Any], tuple]) -> None:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            for leaf, value in zip(leaves, pick(out)):
+                if value is not None:
+                    self.kept[f"{name}.{leaf}"].append(value.cpu())
+        self.handles.append(module.register_forward_hook(hook))
+
+    def take(self, prefix: str) -> dict[str, Tensor]:
+        out = {f"{prefix}.{name}.{i}": value for name, values in self.kept.items() for i, value in enumerate(values)}
+        self.kept.clear()
+        return out
+
+
+def tokens_of(model: Transformer, n: int, seed: int, ids: int | None = None) -> Tensor:
+    """n random token ids, none of them special; of only `ids` different ones where given, which makes ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(16, 16 + (ids or model.config.vocab_size - 16), (n,), generator=generator)
+
+
+def image_of(model: Transformer) -> tuple[ImageTokens, Tensor]:
+    """A 6 x 9 grid of random patches as a span inside 60 tokens: 2 x 3 image tokens, two newlines, start and end."""
+    side = model.config.vision_config.patch_size
+    generator = torch.Generator().manual_seed(5)
+    patches = torch.randn(54, 3, side, side, generator=generator).to(torch.bfloat16)
+    features = model.encode_image(patches, (6, 9))
+    span = [0, *([1] * 3 + [2]) * 2, 3]
+    types = torch.tensor([[-1] * 21 + span + [-1] * (60 - 21 - len(span))], dtype=torch.int8)
+    tokens = tokens_of(model, 60, 6).masked_fill(types[0] >= 0, model.config.image_token_id)
+    return ImageTokens(types, features), tokens
+
+
+def all_runs(model: Transformer, prompt: int = 97) -> dict[str, Tensor]:
+    """Chunks and greedy decoding with drafts, a ragged batch, ties, an image, bounded prefill, sampled speculation."""
+    watch, out = Watch(model), {}
+
+    def finish(run: str, cache: Any, **more: Tensor) -> None:
+        nonlocal out
+        out |= watch.take(run) | {f"{run}.{name}": value.cpu() for name, value in more.items()}
+        for row in range(cache.batch_size):
+            out |= {f"{run}.state.{row}.{name}": value.cpu() for name, value in cache.live_state(row).items()}
+
+    def feed(run: str, tokens: Tensor, chunks: list[int], images: ImageTokens | None = None) -> tuple[Any, Tensor]:
+        cache, logits, at = model.new_cache(), [], 0
+        for n in chunks:
+            part = None if images is None else images.columns(at, at + n)
+            logits.append(model(tokens[None, at : at + n], cache, images=part).logits[0])
+            at += n
+        return cache, torch.cat(logits)
+
+    cache, logits = feed("text", tokens_of(model, prompt, 1), [37, 1, prompt - 38])
+    chosen, drafts = [logits[-1].argmax()], []
+    for _ in range(3):
+        if model.mtp is not None:
+            drafts.append(model.mtp.draft(model, chosen[-1].view(1), cache))
+        chosen.append(model(chosen[-1].view(1, 1), cache).logits[0, -1].argmax())
+    arrays = {f"draft_{name}.{i}": getattr(d, name) for i, d in enumerate(drafts) for name in ("ids", "logits", "confidence")}
+    finish("text", cache, logits=logits, chosen=torch.stack(chosen), **arrays)
+
+    cache, rows = model.new_cache(3), tokens_of(model, 3 * 70, 2).view(3, 70)
+    parts = [model(rows[:, :64], cache, [3, 64, 31]).logits, model(rows[:, 64:], cache, [1, 0, 6]).logits]
+    held = [parts[0][b, :n] for b, n in enumerate([3, 64, 31])] + [parts[1][b, :n] for b, n in enumerate([1, 0, 6])]
+    watch.kept.clear()          # padded positions mean nothing
+    finish("ragged", cache, logits=torch.cat(held))
+
+    cache, logits = feed("ties", tokens_of(model, prompt + 60, 3, ids=6), [prompt + 60])
+    finish("ties", cache, logits=logits)
+
+    if model.config.vision_config is not None:
+        images, tokens = image_of(model)
+        cache, logits = feed("image", tokens, [25, 35], images)
+        finish("image", cache, logits=logits, features=images.features)
+
+    if model.config.decoder_start is not None and min(model.config.dspark_target_layer_ids, default=99) >= model.config.decoder_start:
+        cache = model.new_cache()
+        logits = model.prefill(tokens_of(model, prompt, 1)[None], cache, "bounded", chunk_size=40).logits
+        finish("bounded", cache, logits=logits)
+
+    if model.mtp is not None:
+        cache = model.new_cache(2)
+        logits = model(rows[:2, :20], cache, logits="last").logits
+        decoder = SpeculativeDecoder(model, Sampler(1.0, 0.95, seed=7))
+        pending, texts = decoder.sampler.choose(logits[:, 0]), [[], []]
+        for _ in range(4):
+            new = decoder.step(cache, pending, [True, True], [9, 9])
+            pending, texts = [row[-1] for row in new], [text + row for text, row in zip(texts, new)]
+        finish("sampled", cache, **{f"row{b}": torch.tensor(text) for b, text in enumerate(texts)})
+    for handle in watch.handles:
+        handle.remove()
+    return out
+
+
+def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor], across_devices: bool = False) -> list[str]:
+    """Names whose bits differ, in the order of the runs. Across devices what is never rounded is compared to 1e-12."""
+    if actual.keys() != expected.keys():
+        return sorted(actual.keys() ^ expected.keys())
+    out = []
+    for name, want in expected.items():
+        if across_devices and any(f".{kind}." in name for kind in UNROUNDED):
+            equal = torch.allclose(actual[name].double(), want.double(), rtol=1e-12, atol=1e-12)
+        else:
+            equal = same_bits(actual[name], want)
+        if not equal:
+            out.append(name)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+
+def _rank(rank: int, sizes: tuple[int, ...], backend: str, folder: str, job: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    world = max(sizes)
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    for size in sizes:
+        group = torch.distributed.new_group(list(range(size)))
+        if rank < size:
+            torch.save(job(group, *args), f"{folder}/{size}.{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def on_ranks(sizes: tuple[int, ...], folder: Path, job: Callable[..., Any], *args: Any,
+             backend: str = "gloo") -> dict[int, list[Any]]:
+    """job(group, *args) on every rank of groups of these sizes: {size: each rank's result}. The ranks are new processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.multiprocessing.spawn(_rank, (sizes, backend, str(folder), job, args), nprocs=max(sizes))
+    return {size: [torch.load(folder / f"{size}.{rank}.pt") for rank in range(size)] for size in sizes}
+
+
+def load_and_run(group: Any, directories: list[str], device: str, draft: bool) -> list[dict[str, Tensor]]:
+    """`all_runs` of each checkpoint on this rank; only the first rank keeps the arrays it had in common with the others."""
+    results = []
+    for directory in directories:
+        on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        results.append(all_runs(load_model(directory, exact=True, device=on, group=group, draft=draft)))
+    return results
