@@ -17,10 +17,12 @@ import argparse
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import shutil
 import sys
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -263,6 +265,21 @@ class Entry:
         value = 127 if self.spec.dtype == "F8_E8M0" else 0  # a padded row is 0 with a scale of 2**0
         for start in range(0, padding, CHUNK):
             yield np.full(min(CHUNK, padding - start), value, np.uint8)
+
+    def map(self, part: Part | None = None) -> tuple[Tensor, mmap.mmap] | None:
+        """The tensor, or a part of axis 0, as a read-only map of its file, and the map. None where it cannot be one: for
+        other axes, an element that is not aligned, and what is too small to be worth it."""
+        start, stop = (0, self.spec.shape[0]) if part is None else (part.start, part.stop)
+        place, count = self.offset + start * self.spec.row_bytes, (stop - start) * self.spec.row_bytes
+        if (part is not None and part.axis) or place % DTYPES[self.spec.dtype].itemsize or count < 1 << 20:
+            return None
+        lead = place % mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), lead + count, offset=place - lead, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is not writable: weights never are
+            data = torch.frombuffer(mapped, dtype=torch.uint8, offset=lead)
+        return data.view(DTYPES[self.spec.dtype]).view(stop - start, *self.spec.shape[1:]), mapped
 
     def _rows(self, start: int, stop: int) -> Tensor:
         count = (stop - start) * self.spec.row_bytes
@@ -705,13 +722,20 @@ class ExpertStore:
         return weight.view(torch.int8).to(self.device), scale.view(torch.float8_e8m0fnu).to(self.device)
 
 
+def release_after(module: nn.Module, maps: list[mmap.mmap]) -> None:
+    """Take mapped weights out of this process's memory whenever the module has run; the next use reads them again."""
+    if maps and hasattr(mmap, "MADV_DONTNEED"):
+        module.register_forward_hook(lambda *_: [m.madvise(mmap.MADV_DONTNEED) for m in maps] and None)
+
+
 def load_model(directory: str | Path, exact: bool = False, device: torch.device | str | None = None,
                fake_quant: FakeQuant = FakeQuant(), group: Any = None, draft: bool = False,
                offload: bool = False) -> Transformer:
     """Build the model of a checkpoint folder, published layout or shards, and fill it; each rank reads its slices only.
 
     `exact`: float64 between rounding points. `device`: CUDA where there is one. `group`: a torch.distributed group for
-    tensor parallelism. `draft`: with the draft head. `offload`: routed experts stay on disk and are read when used.
+    tensor parallelism. `draft`: with the draft head. `offload`: routed experts stay on disk and are read when used; on a
+    CPU so does all else, as read-only maps that are dropped from memory after each layer. The files must stay in place.
     Strict: every parameter is filled and every tensor used, but for the draft head's without `draft`. ValueError: one
     sentence that names the file, tensor or size at fault, the same on every rank and before any tensor is read.
     """
@@ -773,6 +797,18 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
     if unused:
         raise ValueError(f"{directory}: the model has no place for the tensor {min(unused)}")
 
+    maps: dict[nn.Module, list[mmap.mmap]] = {}        # of each module that owns mapped parameters
+    if offload and device.type == "cpu":
+        to_map, plan = plan, []
+        for module, leaf, names in to_map:
+            mapped = stored[names[0]].map(parts[names[0]] if checkpoint.ranks is None else None)
+            if mapped is None:
+                plan.append((module, leaf, names))
+            else:
+                setattr(module, leaf, nn.Parameter(mapped[0], requires_grad=False))
+                maps.setdefault(module, []).append(mapped[1])
+        for module in (*model.children(), *model.layers, *(model.mtp or ())):
+            release_after(module, [m for child in module.modules() for m in maps.get(child, [])])
     total = sum(parts[name].spec(schema[name]).nbytes for *_, names in plan for name in names)
     with progress_bar(total, "loading") as progress:
         for module, leaf, names in plan:
@@ -794,9 +830,9 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             weight, scale = stored[f"{full}.weight"], stored[f"{full}.scale"]
             first = 0 if checkpoint.ranks is None else parts[f"{full}.weight"].start
             module.attach(TableRows.mapped(weight.path, f"{full}.weight", scale.path, f"{full}.scale", first))
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear) and module not in maps:
             module.prepare()
-    model.engram_index = engram_index
+    model.engram_index, model.checkpoint = engram_index, checkpoint.directory
     return model
 
 

@@ -252,6 +252,14 @@ class TableRows:
         """From tensors in memory: float8_e4m3fn [rows, head_dim] and float8_e8m0fnu [rows, head_dim / 32]."""
         return cls(weight.cpu().view(torch.uint8).numpy(), scale.cpu().view(torch.uint8).numpy(), first_row)
 
+    def release(self) -> None:
+        """Give back the memory of the pages that were touched, where the rows are mapped; reading them again is legal."""
+        for array in (self.weight, self.scale):
+            while isinstance(array, np.ndarray):
+                array = array.base
+            if isinstance(array, memoryview) and isinstance(array.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                array.obj.madvise(mmap.MADV_DONTNEED)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TableRows:
         return self  # read-only, and copying would read it all
 
@@ -305,6 +313,8 @@ class EngramTable(nn.Module):
         begin, end = np.searchsorted(unique, [self.first_row, self.end_row])
         own = unique[begin:end] - self.source.first_row
         codes, scales = torch.from_numpy(self.source.weight[own]), torch.from_numpy(self.source.scale[own])
+        if len(own) > 1024:  # a long prompt: 8 KiB of pages for each of its rows would count as memory of this process
+            self.source.release()
         values = torch.zeros(len(unique), self.weight.shape[1], dtype=torch.bfloat16, device="cpu")
         values[begin:end] = dequantise(codes, scales, E4M3_E8M0, torch.bfloat16)              # [unique, head_dim]
         return values[torch.from_numpy(where.reshape(ids.shape))]                              # [..., head_dim]
@@ -336,8 +346,8 @@ class Engram(nn.Module):
             values = values.pin_memory()  # so that the copy does not wait for the device
         values = values.to(device, non_blocking=True)
         if self.ranks.size > 1:
-            # one rank has the row and the others zeros, so the sum is exact
-            values = self.ranks.sum(values.float()).to(torch.bfloat16)
+            # one rank has the row and the others zeros; summed as bits, since 0 + -0 would lose a sign
+            values = self.ranks.sum(values.view(torch.int32)).view(torch.bfloat16)
         return values
 
     def forward(self, h: Tensor, rows: Tensor, shut: Tensor | None = None) -> Tensor:

@@ -552,6 +552,8 @@ class Cache:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this cache. ValueError when rows it counts on were taken back since."""
+        if len(snapshot.lengths) != self.batch_size:
+            raise ValueError(f"this snapshot has {len(snapshot.lengths)} rows, the cache {self.batch_size}")
         for cut in self._cuts[snapshot.cuts:]:
             if any(n < kept for n, kept in zip(cut, snapshot.lengths)):
                 raise ValueError("this snapshot no longer holds: the cache has been truncated below it since")
@@ -560,16 +562,42 @@ class Cache:
         self.window_start = {k: list(v) for k, v in snapshot.window_start.items()}
         self._highest = list(snapshot.highest)
 
-    def fork(self) -> Cache:
-        """An independent copy: packed rows are copied, local state is shared until one of the two moves on."""
+    def fork(self, to: int | list[int] | Snapshot | None = None, rows: list[int] | None = None) -> Cache:
+        """An independent copy of the state now, at an earlier length within the rollback, or at a snapshot; of all rows,
+        or of `rows`, which may repeat: any number of continuations of one prompt cost one prefill. Packed rows are
+        copied, local state is shared until one of the two moves on. ValueError as truncate and restore."""
         twin = Cache.__new__(Cache)
         twin.__dict__.update(self.__dict__)
         twin.lengths, twin._highest, twin._cuts = list(self.lengths), list(self._highest), [list(c) for c in self._cuts]
         twin.window_start = {k: list(v) for k, v in self.window_start.items()}
         twin.rings = dict(self.rings)
-        twin.main = {i: t[:, : self._rows_used(i)].clone() for i, t in self.main.items()}
-        twin.keys = {i: t[:, : self._rows_used(i)].clone() for i, t in self.keys.items()}
+        if isinstance(to, Snapshot):
+            twin.restore(to)
+        elif to is not None:
+            twin.truncate(to)
+        taken = list(range(self.batch_size)) if rows is None else list(rows)
+        if not taken or not all(0 <= row < self.batch_size for row in taken):
+            raise ValueError(f"fork got rows {taken} of a cache of {self.batch_size}")
+        if rows is not None:
+            twin.batch_size, index = len(taken), torch.tensor(taken)
+            twin.lengths, twin._highest = ([kept[row] for row in taken] for kept in (twin.lengths, twin._highest))
+            twin.window_start = {k: [v[row] for row in taken] for k, v in twin.window_start.items()}
+            twin._cuts = [[cut[row] for row in taken] for cut in twin._cuts]
+            twin.rings = {key: ring.index_select(0, index.to(ring.device)) for key, ring in twin.rings.items()}
+        for store in ("main", "keys"):
+            setattr(twin, store, {i: t[taken, : twin._rows_used(i)].clone() for i, t in getattr(self, store).items()})
         return twin
+
+    def save(self, file: str | Path, model: Transformer, tokens: list[int], **more: Any) -> None:
+        """Write one row to a session file, see session.save."""
+        from session import save
+        save(file, model, self, tokens, **more)
+
+    @staticmethod
+    def load(file: str | Path, model: Transformer, **more: Any) -> Any:
+        """The session of a file, its `cache` and what goes with it, see session.load."""
+        from session import load
+        return load(model, file, **more)
 
     # ------------------------------------------------------------------------------------------------------- accounts
 
@@ -931,6 +959,9 @@ class ExpertWeight(nn.Module):
         self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None   # reads packed experts from a file (--offload)
         self.register_buffer("pairs", None, persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeight:
+        return self if self.store is not None else super()._apply(fn, recurse)   # what is on disk stays there
+
     def forward(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
         """Dense weights [n, out, in] of experts [n]: dequantised on use, exact in bfloat16."""
         if self.store is not None:
@@ -938,7 +969,7 @@ class ExpertWeight(nn.Module):
         else:
             weight = self.weight.index_select(0, experts)
             scale = self.scale.view(torch.uint8).index_select(0, experts)
-        if self.pairs is None or self.pairs.dtype != dtype:
+        if self.pairs is None or self.pairs.dtype != dtype or self.pairs.device != experts.device:
             self.pairs = e2m1_pairs(dtype, experts.device)
         return dequantise(weight.view(torch.uint8), scale.view(torch.uint8), E2M1_E8M0, dtype, self.pairs)
 
@@ -955,15 +986,19 @@ class Experts(nn.Module):
         """x [T, D] (quantised), routes [T, k] -> the unrounded sum over each token's experts of this rank, [T, D]."""
         T, k = experts.shape
         local = experts - self.ranks.rank * self.local
-        if self.ranks.size > 1:
+        if self.ranks.size > 1:                    # experts of other ranks: weight 0, and a place after the last
             mine = (local >= 0) & (local < self.local)
-            weights, local = torch.where(mine, weights, 0), local.clamp(0, self.local - 1)
-        if T * k <= self.local or T * k <= 16:     # few tokens: gather the packed experts of the routes, no synchronisation
-            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights.reshape(-1, 1, 1), local.flatten()).squeeze(1)
+            weights, local = torch.where(mine, weights, 0), torch.where(mine, local, self.local)
+        few = T * k <= self.local or T * k <= 16
+        if not x.is_cuda:                          # there asking costs nothing, and memory may be short
+            few = few and T * k * x.shape[-1] * self.w1.weight.shape[1] * self.num.arith.itemsize <= WORKING_SET[0]
+        if few:                                    # gather the packed experts of the routes, no synchronisation
+            chosen = local.flatten().clamp_max(self.local - 1)
+            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights.reshape(-1, 1, 1), chosen).squeeze(1)
         else:                                      # many: one pass per expert over its tokens, found by sorting the routes
             order = local.flatten().argsort(stable=True)
-            y, start = torch.empty(T * k, x.shape[-1], dtype=torch.bfloat16, device=x.device), 0
-            for expert, count in enumerate(local.flatten().bincount(minlength=self.local).tolist()):
+            y, start = torch.zeros(T * k, x.shape[-1], dtype=torch.bfloat16, device=x.device), 0
+            for expert, count in enumerate(local.flatten().bincount(minlength=self.local).tolist()[: self.local]):
                 if count:
                     routes = order[start : start + count]
                     chosen = torch.full((1,), expert, device=x.device)
@@ -1178,6 +1213,7 @@ class Transformer(nn.Module):
                 self.register_parameter(name, nn.Parameter(torch.empty(c.hidden_size, dtype=torch.bfloat16), requires_grad=False))
         self.mtp = draft
         self.engram_index: EngramIndex | None = None                       # made from the tokenizer when loaded
+        self.checkpoint: Path | None = None                                # where the weights were loaded from
         self.register_buffer("plain_freqs", rotary_frequencies(c.qk_rope_head_dim, c.rope_theta), persistent=False)
         self.register_buffer("yarn_freqs", rotary_frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling), persistent=False)
 
@@ -1209,7 +1245,43 @@ class Transformer(nn.Module):
         batch that is not the cache's, or more tokens than its max_length.
         """
         ids, counts = self._checked(input_ids, cache, lengths)
-        chunk = cache.chunk(counts, ids.shape[1], "encoder")
+        return self._through(ids, cache.chunk(counts, ids.shape[1], "encoder"), cache, images, logits)
+
+    @torch.inference_mode()
+    def replay(self, input_ids: Tensor, cache: Cache, lengths: list[int] | None = None, images: ImageTokens | None = None,
+               before: Tensor | None = None) -> Output:
+        """Rebuild the windows of a cache by running its last tokens [B, S] again, at their true positions: the paper's
+        SWA bounded replay, for caches whose windows were not kept. -> the logits of the last ones, [B, 1, V].
+
+        Query i sees window positions from the first replayed one on, and global KV, which is read and never written; the
+        open groups stay as they are too. `before` int64 [B, k]: the compressed ids before these tokens, newest last, that
+        Engram looks back to (k >= max_ngram - 1, or all there are; -1: none). ValueError when a row holds fewer tokens.
+        """
+        ids, counts = self._checked(input_ids, cache, lengths)
+        starts = [held - n for held, n in zip(cache.lengths, counts)]
+        if min(starts) < 0:
+            raise ValueError(f"replay got {counts} tokens of rows that hold {cache.lengths}")
+        kept, ring = cache.snapshot(), cache.rings.get(("ngram",))
+        if ring is not None:
+            known = 0 if before is None else before.shape[1]
+            if any(known < min(start, self.config.engram_max_ngram_size - 1) for start in starts):
+                raise ValueError("replay needs `before`: Engram looks back beyond the tokens that are replayed")
+            cache.rings["ngram",] = ring = ring.clone()
+            for row, start in enumerate(starts):
+                for back in range(1, min(known, start, ring.shape[1]) + 1):
+                    ring[row, (start - back) % ring.shape[1]] = before[row, known - back]
+        cache.window_start = {part: list(cache.lengths) for part in cache.PARTS}     # none: the windows begin with this chunk
+        try:
+            chunk = cache.chunk(counts, ids.shape[1], "encoder", starts=starts, appends=False)
+            out = self._through(ids, chunk, cache, images, "last")
+        except BaseException:
+            cache.restore(kept)
+            raise
+        cache.window_start = {part: list(starts) for part in cache.PARTS}
+        return out
+
+    def _through(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None, logits: str) -> Output:
+        """All layers over a chunk."""
         tables, means = self._tables(), []
         state, tokens = self._begin(ids, chunk, cache, images)
         start = len(self.layers) if self.config.decoder_start is None else self.config.decoder_start
@@ -1315,8 +1387,9 @@ class Transformer(nn.Module):
         way "full": all layers for every token, the oracle. "bounded": the paper's sliding-window bounded replay; decoder
         layers run over the last W tokens only, and read window rows of those alone. "exact-replay": over the last
         (decoder layers) (W - 1) + 1 tokens, after which the last logits and all windows are exactly those of "full". The
-        global KV is the same in all three. `progress` is called with the tokens done. ValueError for other ways, and for
-        configurations whose decoder does not start at a Full layer of ratio 1.
+        global KV is the same in all three. `progress` is called with the tokens done. Interrupted, "full" leaves the chunks
+        that are done, the other two leave the cache as it was. ValueError for other ways, and for configurations whose
+        decoder does not start at a Full layer of ratio 1.
         """
         c, start = self.config, self.config.decoder_start
         if way not in ("full", "bounded", "exact-replay"):
@@ -1331,20 +1404,25 @@ class Transformer(nn.Module):
             (len(self.layers) - start) * (c.sliding_window - 1) + 1)
         whole = way == "full" or max(counts) <= replayed
         tail: list[Tensor] = []
-        last = None
-        for c0 in range(0, ids.shape[1], chunk_size):
-            part_ids = ids[:, c0 : c0 + chunk_size]
-            part_images = None if images is None else images.columns(c0, c0 + chunk_size)
-            part_counts = [min(max(n - c0, 0), part_ids.shape[1]) for n in counts]
-            if whole:
-                out = self.forward(part_ids, cache, part_counts, part_images, "last").logits
-                ended = torch.tensor([n > 0 for n in part_counts], device=self.device).view(-1, 1, 1)
-                last = out if last is None else torch.where(ended, out, last)
-            else:
-                tail = self._encode(part_ids, cache, part_counts, part_images, replayed, tail)
-            if progress is not None:
-                progress(sum(part_counts))
-        return Output(last, None) if whole else self._decode(begun, known, counts, replayed, tail, cache)
+        last, before = None, cache.snapshot()
+        try:
+            for c0 in range(0, ids.shape[1], chunk_size):
+                part_ids = ids[:, c0 : c0 + chunk_size]
+                part_images = None if images is None else images.columns(c0, c0 + chunk_size)
+                part_counts = [min(max(n - c0, 0), part_ids.shape[1]) for n in counts]
+                if whole:
+                    out = self.forward(part_ids, cache, part_counts, part_images, "last").logits
+                    ended = torch.tensor([n > 0 for n in part_counts], device=self.device).view(-1, 1, 1)
+                    last = out if last is None else torch.where(ended, out, last)
+                else:
+                    tail = self._encode(part_ids, cache, part_counts, part_images, replayed, tail)
+                if progress is not None:
+                    progress(sum(part_counts))
+            return Output(last, None) if whole else self._decode(begun, known, counts, replayed, tail, cache)
+        except BaseException:
+            if way != "full":       # the encoder is ahead of the decoder, whose windows are not there yet
+                cache.restore(before)
+            raise
 
     def _encode(self, ids: Tensor, cache: Cache, counts: list[int], images: ImageTokens | None, keep: int, tail: list[Tensor]) -> list[Tensor]:
         """Encoder layers and the decoder's global KV for a chunk; -> the last `keep` tokens' state at the decoder's entry."""

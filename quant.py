@@ -262,6 +262,9 @@ def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     return dequantise(weight.view(torch.uint8), scale, E2M1_E8M0, dtype)
 
 
+WEIGHT_BLOCK = 1 << 24   # elements of a weight that are converted for a product at a time: the head alone has 662 million
+
+
 class Linear(nn.Module):
     """y = x W^T, rounded once after the whole sum over K (also across ranks).
 
@@ -294,12 +297,14 @@ class Linear(nn.Module):
         if self.weight.dtype != dense:
             self.dense = self.dense_weight(dense)
 
-    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+    def dense_weight(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """The weight, or some rows of it from a multiple of 32 on, dense: in the dtype of `prepare` or else in this one."""
         if self.dense is not None:
-            return self.dense
-        return self.weight if self.weight.dtype == torch.bfloat16 and dtype == torch.bfloat16 else \
-            self.weight.to(dtype) if self.weight.dtype == torch.bfloat16 else \
-            dequantise_weight(self.weight, self.scale, dtype)
+            return self.dense[rows]
+        if self.weight.dtype == torch.bfloat16:
+            return self.weight[rows].to(dtype)
+        scale = self.scale[rows] if rows == slice(None) else self.scale[rows.start // 32 : -(-rows.stop // 32)]
+        return dequantise_weight(self.weight[rows], scale, dtype)
 
     def quantise_input(self, x: Tensor) -> Tensor:
         """The activation this layer multiplies: callers that feed one x to several layers quantise it once."""
@@ -307,7 +312,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, quantised: bool = False) -> Tensor:                              # [..., K] -> [..., N]
         x = x if quantised else self.quantise_input(x)
-        y = product(x, self.dense_weight(self.num.operand(x.device)), self.num.arith)
+        dtype, (n, k) = self.num.operand(x.device), self.weight.shape
+        ready = dtype == (self.weight if self.dense is None else self.dense).dtype
+        step = n if ready else max(1, WEIGHT_BLOCK // (32 * k)) * 32      # rows converted at a time, if they have to be
+        parts = [product(x, self.dense_weight(dtype, slice(i, min(i + step, n))), self.num.arith) for i in range(0, n, step)]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         if self.reduce is not None:

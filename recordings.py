@@ -63,7 +63,7 @@ AFTER = {"final_hidden": "streams read with the last pre; norm", "logits": "lang
          "dspark.confidence": "DSpark: confidence head"}
 BOOKKEEPING = {"tokens", "prompt_length", "positions"}
 SETS = ("topk", "candidates")                                  # rows of ids, ascending, -1 empty: compared as sets
-MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}
+MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}   # their gaps at the cut
 FLOAT32 = ("pre_mix", "route_weights")    # unrounded, so their last float32 digit is not pinned down
 
 
@@ -199,10 +199,11 @@ class Recording:
         return 0 if name.startswith("image.") and kind != "token_types" or kind in ("prompt_length", "positions") else 1
 
     def first(self, name: str) -> int:
-        """What row 0 stands for. A map rule may say "rows": first position, or "prompt", "decode" or "last"."""
+        """What row 0 stands for. A map rule may say "rows": the first position, or "prompt", "sampled" (the last
+        of the prompt and the decoded ones), "decode" or "last"."""
         rows, unit = self.sources[name][1].get("rows"), self.unit(name)
         if rows is not None:
-            return rows if isinstance(rows, int) else {"prompt": 0, "decode": self.prompt}.get(rows, len(self.tokens) - 1)
+            return rows if isinstance(rows, int) else {"prompt": 0, "sampled": self.prompt - 1, "decode": self.prompt}.get(rows, len(self.tokens) - 1)
         if unit == 0 or name in ("tokens", "image.token_types"):
             return 0
         return max(self.span[0] - self.prompt, 0) if unit < 0 else self.span[0] // unit
@@ -268,7 +269,8 @@ def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: d
     at A's cut is at most the tolerance's margin; 0 is a tie. ValueError when rows have different shapes.
     """
     kind, unit, shape = name.rpartition(".")[2], a.unit(name), a.shape(name)
-    end = {0: 1 << 62, -1: stop - a.prompt}.get(unit, stop // max(unit, 1))
+    # a draft step begins with the token after its position
+    end = {0: 1 << 62, -1: stop - a.prompt - (stop < len(a.tokens))}.get(unit, stop // max(unit, 1))
     bounds = [r.bounds(name, 0, end) for r in (a, b)]
     first, last = max(low for low, _ in bounds), min(high for _, high in bounds)
     if first >= last:
@@ -315,6 +317,10 @@ def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: d
             newest = x.masked_fill(x == EMPTY, -1).amax(-1, keepdim=True)
             if kind == "candidates" and not (y == newest)[wrong].any():
                 hints.add("B lacks the newest block")
+        if name == "dspark.tokens" and wrong.any() and (row := a.between("dspark.logits", *block)) is not None:
+            at = (~equal[wrong]).int().argmax(-1, keepdim=True)          # what follows the first other draft is another story
+            logits = row[1][wrong].gather(1, (at - 1).clamp_min(0).unsqueeze(-1).expand(-1, -1, row[1].shape[-1]))[:, 0]
+            margins += (logits.amax(-1) - logits.gather(-1, y[wrong].gather(1, at))[:, 0]).tolist()
     position = {0: lambda i: -1 + 0 * i, -1: lambda i: i + a.prompt}.get(unit, lambda i: (i + 1) * unit - 1)
     out.positions = position(np.concatenate(off))
     out.compared = int(position(first)), int(position(last - 1))
@@ -353,7 +359,7 @@ def _by_row(x: Tensor) -> Tensor:
 def _status(r: Result, kind: str, values: bool, tolerance: dict[str, float]) -> str:
     if kind in MARGINS.values():
         return "close"                   # for the reader; never a failure
-    if kind in MARGINS:
+    if kind in MARGINS or r.name == "dspark.tokens":
         within = r.margin is not None and r.margin <= tolerance.get("margin", 0.0)
         return "DIFFERENT" if not within else "tie" if r.margin == 0 else "near tie"
     within = values and not r.unreal and all(value <= tolerance.get(key, 0.0) for key, value in
@@ -418,12 +424,15 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
     apart = (a.tokens[:n] != b.tokens[:n]).nonzero().flatten().tolist()
     if a.prompt != b.prompt or apart and apart[0] < a.prompt:
         raise ValueError(f"{a.path} and {b.path} are recordings of different prompts")
-    stop, notes = apart[0] if apart else n, []
+    tolerances = a.manifest.get("tolerances") or {"free": {}, "local": {}}
+    free, stop, notes, excused = tolerances["free"], apart[0] if apart else n, [], not apart
     if apart:
         ours, theirs = int(a.tokens[stop]), int(b.tokens[stop])
         logits = a.between("logits", stop - 1, stop)
-        gap = "" if logits is None else f" (its logits are {float(logits[1][0, ours] - logits[1][0, theirs]):.6g} apart)"
-        notes.append(f"tokens: at position {stop} A chose {ours} and B {theirs}{gap}; compared up to there")
+        gap = None if logits is None else float(logits[1][0, ours] - logits[1][0, theirs])
+        excused = gap is not None and gap <= 2 * free.get("logits", {}).get("max_abs", 0.0)
+        notes.append(f"tokens: at position {stop} A chose {ours} and B {theirs}" + ("" if gap is None else f", {gap:.6g} apart in A's "
+                     f"logits, {'within the noise' if excused else 'more than noise'}") + "; compared up to there")
     for key in ("weights", "numerics", "fake_quant", "prefill"):
         if key in a.manifest and key in b.manifest and a.manifest[key] != b.manifest[key]:
             notes.append(f"{key}: {a.manifest[key]} in A, {b.manifest[key]} in B")
@@ -431,8 +440,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
         notes.append(f"{len(b.ignored)} tensors of B fit no rule of the map, such as {b.ignored[0]}")
     names = sorted((set(a.sources) & set(b.sources)) - BOOKKEEPING, key=order)
     only = tuple(sorted(set(x.sources) - set(y.sources) - BOOKKEEPING, key=order) for x, y in ((a, b), (b, a)))
-    tolerances = a.manifest.get("tolerances") or {"free": {}, "local": {}}
-    results = [r for name in names if (r := compare_array(name, a, b, stop, tolerances["free"].get(name, {})))]
+    results = [r for name in names if (r := compare_array(name, a, b, stop, free.get(name, {})))]
     if not results:
         raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; B has {', '.join(list(b.sources)[:5])}")
     differing = [r for r in results if r.differs]
@@ -441,7 +449,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
         for r in differing:
             if not any(cause.first <= r.first for cause in causes):
                 causes.append(r)
-        passed = not apart and all(r.status != "DIFFERENT" for r in results)
+        passed = excused and all(r.status != "DIFFERENT" for r in results)
         verdict = [("first difference: " if r is causes[0] else "differs at earlier positions, so by itself: ") + describe(r) for r in causes]
         if len(differing) > len(causes):
             verdict.append(f"{len(differing) - len(causes)} other tensors differ from these positions on: they may all be consequences")
@@ -494,7 +502,7 @@ def describe(r: Result) -> str:
         parts.append(f"{r.unreal} elements are NaN or infinite on one side only")
     if r.status == "tie":
         parts.append("a tie: the scores at the cut are equal")
-    elif r.margin is not None and r.name.rpartition(".")[2] in MARGINS:
+    elif r.margin is not None:
         parts.append(f"{'within the noise' if r.status == 'near tie' else 'no tie'}: up to {r.margin:.3g} between the scores at the cut"
                      if r.margin < np.inf else "no tie: there was nothing to choose")
     return f"{r.name} ({'; '.join(parts)}) <- {mechanism(r.name)}" if parts else f"{r.name} <- {mechanism(r.name)}"

@@ -364,7 +364,7 @@ def test_case_29_nothing_asks_for_fp8_or_bf16_hardware_on_a_cpu(golden_text: dic
     """Products take float32 or float64 operands; 8-bit floats are only stored, viewed, selected and converted."""
     model = load_model(CHECKPOINT, exact=exact, device="cpu")
     with Operations() as operations:
-        feed(model, golden_text["tokens"], [40, 1])
+        feed(model, golden_text["tokens"], [18, 1])
     products = {dtype for name, dtype in operations.seen if name in ("mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "einsum")}
     assert products == {model.num.arith}
     narrow = {name for name, dtype in operations.seen if dtype.itemsize == 1 and dtype.is_floating_point}
@@ -385,9 +385,9 @@ def test_case_32_repeated_runs_are_identical(golden_text: dict[str, Tensor], exa
 
 
 def test_fast_mode_stays_near_exact_mode(golden_text: dict[str, Tensor]) -> None:
-    """The same rounding points in float32. Each sublayer of layer 2 and 5, fed the exact input, equals the recording in
-    99 of 100 elements, where single bf16 steps at its end are all that can differ; a rounding point too many or too few
-    changes most. Measured: 0.998 and more. Over all ten layers the differences grow; the tokens chosen still agree."""
+    """The same rounding points in float32. Each sublayer of layers 2 and 5, fed the exact input, equals the recording but
+    for an element in thousands that float32 puts on the other side of a rounding (measured: none in 24,000); a rounding
+    point too many or too few changes most. Over ten layers the differences grow; most tokens chosen still agree."""
     model = load_model(CHECKPOINT, exact=False, device="cpu")
     for i in (2, 5):
         for name in ("attn", "ffn"):
@@ -398,8 +398,7 @@ def test_fast_mode_stays_near_exact_mode(golden_text: dict[str, Tensor]) -> None
             logits, _ = feed(model, golden_text["tokens"], [150])
             norm.remove(), out.remove()
             equal = (seen[0][0] == golden_text[f"layers.{i}.{name}_out"][:150]).float().mean()
-            print(i, name, equal)
-            assert equal > 0.99, (i, name, equal)
+            assert equal > 0.998, (i, name, equal)
     logits, _ = feed(model, golden_text["tokens"], [150])
     agree = (logits.argmax(-1) == golden_text["logits"][:150].argmax(-1)).float().mean()
     assert agree > 0.7, agree       # measured 0.83 at random weights, whose margins are small

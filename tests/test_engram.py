@@ -595,11 +595,15 @@ def test_streams_of_two_ranks_equal_those_of_one() -> None:
 
     class Adding(Ranks):  # stands for the all-reduce: adds what the other rank would send
         def sum(self, x: Tensor) -> Tensor:
-            return x + parts[1 - self.rank].embed.gather(rows).flatten(-2).to(x.dtype)
+            return x + parts[1 - self.rank].embed.gather(rows).flatten(-2).view(x.dtype)
 
+    for module in (whole, *parts):
+        module.embed.source.weight[::3, :9] = 0x80   # -0: a sum with another rank's 0 would lose the sign
     for rank, module in enumerate(parts):
         module.ranks = Adding(rank, 2)
+        assert same_bits(module.look_up(rows, h.device), whole.look_up(rows, h.device))
         assert same_bits(module(h, rows), whole(h, rows))
+    assert whole.look_up(rows, h.device).view(torch.int16).eq(-32768).any()
 
 
 def test_exact_streams_do_not_depend_on_chunks_or_batch() -> None:

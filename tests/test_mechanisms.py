@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mutations
 import twin
 from golden_data import same_bits
 from model import (Attention, Block, Cache, Chunk, Compressor, Experts, Gate, Indexer, ModelConfig, SharedExperts, Sinkhorn,
@@ -590,3 +591,17 @@ def test_case_19_a_model_keeps_its_dtypes() -> None:
     assert model.to("meta") is model
     mhc = [name for name in before if ".hc_" in name or name.endswith(("attn_sink", "gate.bias"))]
     assert len(mhc) == 5 * 8 and {before[name] for name in mhc} == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------------------------------ mutations
+
+def test_every_mutation_still_applies() -> None:
+    """The list of mistakes in mutations.py is about lines that exist; whether each is caught is the long test's."""
+    names = [mutation.name for mutation in mutations.MUTATIONS]
+    assert len(set(names)) == len(names) >= 30
+    assert {mutation.name: mutations.stale(mutation) for mutation in mutations.MUTATIONS if mutations.stale(mutation)} == {}
+
+
+@pytest.mark.long
+def test_every_mutation_is_caught() -> None:
+    assert mutations.main([]) == 0

@@ -1,0 +1,239 @@
+"""Speed of random layers, part by part, beside what the hardware allows.
+
+    python generate.py --benchmark 4096,32768 --random CONFIG.json --context 4096,262144 --batch-size 8
+
+Packed random weights are made in device memory and the cache is filled with random packed rows, so a context of any length
+costs no prefill and nothing touches the disk. For each part of a step the bytes that must move and the operations that must
+be done are counted first; the larger of the two times is its floor on the device.
+"""
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from convert import RandomWeights
+from model import Cache, ModelConfig, Transformer
+from quant import Linear, Numerics
+
+PARTS = ("projections", "indexer", "gather + attention", "dequantisation", "experts", "mHC and the rest")
+# What one H200 was measured to do here: bytes/s of a device copy (read + written), bf16 and float32 operations/s.
+BANDWIDTH, BF16_RATE, FLOAT32_RATE = 4.3e12, 790e12, 55e12
+
+
+def random_model(config: ModelConfig, num: Numerics, device: torch.device, seed: int = 0) -> Transformer:
+    """A model whose weights are drawn on the device in their packed formats, scaled as convert.RandomWeights scales them."""
+    with torch.device("meta"):
+        model = Transformer(config, num)
+    law = RandomWeights(config, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        stored = name.removesuffix("scale") + "weight" if leaf == "scale" else name
+        value = _draw(law, stored, parameter, generator, device)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+        if isinstance(module, Linear):
+            module.prepare()
+    return model
+
+
+def _draw(law: RandomWeights, name: str, like: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    shape, dtype = like.shape, like.dtype
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, shape, dtype=dtype, device=device, generator=generator)
+    if dtype == torch.float8_e8m0fnu:   # the power of two next to the deviation asked for
+        sigma = law.fp4_sigma if ".experts." in name else law.fp8_sigma
+        exponent = round(math.log2(law._mean_std(name, shape[-1] * 32)[1] / sigma))
+        return torch.full(shape, 127 + exponent, dtype=torch.uint8, device=device).view(dtype)
+    value = torch.empty(shape, dtype=dtype, device=device)
+    mean, std = (0.0, law.fp8_sigma) if dtype == torch.float8_e4m3fn else law._mean_std(name, shape[-1])
+    for rows in value.split(8192):      # float32 draws of a part at a time
+        rows.copy_(torch.randn(rows.shape, device=device, generator=generator) * std + mean)
+    return value
+
+
+def fill_cache(cache: Cache, length: int, seed: int = 0) -> Cache:
+    """Make a cache hold `length` tokens of random packed rows, as if a prompt of that length had been processed."""
+    generator = torch.Generator(cache.device).manual_seed(seed)
+
+    def rows(codec: Any, *shape: int) -> Tensor:
+        return codec.pack(torch.randn(*shape, codec.width, device=cache.device, generator=generator).to(torch.bfloat16))
+
+    cache.lengths, cache._highest = [length] * cache.batch_size, [length] * cache.batch_size
+    for key, ring in cache.rings.items():
+        if key[0] == "window":
+            cache.rings[key] = rows(cache.window_rows, *ring.shape[:2])
+        elif ring.is_floating_point():
+            cache.rings[key] = torch.randn(ring.shape, device=cache.device, generator=generator)
+    for source in cache.main:
+        held = length // cache.plans[source].ratio
+        cache._grow(source, held)
+        for store, codec in ((cache.main, cache.main_rows), (cache.keys, cache.key_rows)):
+            for j in range(0, held, 32768):
+                part = store[source][:, j : min(j + 32768, held)]
+                part.copy_(rows(codec, *part.shape[:2]))
+    return cache
+
+
+@dataclass
+class Work:
+    """Bytes that a part must move and operations it must do."""
+    bytes: float = 0.0
+    bf16: float = 0.0
+    float32: float = 0.0
+
+    def floor(self) -> float:
+        """Seconds on the device above: the larger of moving and computing."""
+        return max(self.bytes / BANDWIDTH, self.bf16 / BF16_RATE + self.float32 / FLOAT32_RATE)
+
+
+def count_work(model: Transformer, rows: int, tokens: int, context: int) -> dict[str, Work]:
+    """Work of one fast forward of `tokens` new tokens in each of `rows` rows that hold `context` tokens before.
+
+    Weights and history are read once per forward, activations are not counted but for the residual streams. Dense weights
+    are bfloat16; a dequantised expert is written and read once. Prompts attend to half of what they add, on average.
+    """
+    c, new = model.config, rows * tokens
+    work = {part: Work() for part in PARTS}
+
+    def matrix(part: str, elements: float, width: float = 2.0) -> None:
+        work[part].bytes += elements * width
+        work[part].bf16 += 2 * elements * new
+
+    seen = context + (tokens + 1) / 2
+    for block in model.layers:
+        plan = block.plan
+        for name, parameter in block.named_parameters():
+            if parameter.dim() == 2 and not name.endswith("scale") and "hc_" not in name and ".experts." not in name:
+                matrix("indexer" if ".indexer." in name else "projections", parameter.numel())
+        window = min(c.sliding_window, seen)
+        chosen = min(c.index_topk, seen / plan.ratio) if plan.ratio else 0
+        products = 2 * c.num_attention_heads * c.head_dim * (window + chosen) * new
+        attention = work["gather + attention"]
+        attention.bf16 += products
+        attention.float32 += products      # unrounded probabilities times values
+        attention.bytes += new * chosen * (c.head_dim // 2 + c.head_dim // 16)
+        attention.bytes += rows * min(seen, window + tokens) * (c.head_dim + c.head_dim // 32)
+        if plan.mode in ("full", "reindex"):
+            held = seen / plan.ratio
+            scored = min(held, c.candidate_topk_blocks * c.candidate_block_size) if plan.uses_pool else held
+            key_bytes = c.index_head_dim // 2 + c.index_head_dim // 32
+            work["indexer"].bf16 += 2 * c.index_n_heads * c.index_head_dim * scored * new
+            work["indexer"].float32 += 2 * c.index_n_heads * scored * new
+            work["indexer"].bytes += key_bytes * (scored * new if plan.uses_pool and tokens == 1 else held * rows)
+        per_expert = 3 * c.hidden_size * c.moe_intermediate_size
+        routes = new * c.num_experts_per_tok
+        used = c.n_routed_experts * (1 - (1 - 1 / c.n_routed_experts) ** routes)    # different experts, evenly routed
+        work["dequantisation"].bytes += used * per_expert * (0.5 + 1 / 32 + 2)
+        work["experts"].bytes += used * per_expert * 2
+        work["experts"].bf16 += 2 * per_expert * routes
+        streams = c.hc_mult * c.hidden_size
+        mixes = (2 + c.hc_mult) * c.hc_mult
+        work["mHC and the rest"].bytes += 2 * (3 * new * streams * 2 + mixes * streams * 4)
+        work["mHC and the rest"].float32 += 2 * new * streams * (2 * mixes + 2 * (c.hc_mult + 1) + 2)
+    matrix("projections", 0)
+    work["projections"].bytes += model.head.weight.numel() * 2
+    work["projections"].bf16 += 2 * model.head.weight.numel() * rows                # of last positions only
+    return work
+
+
+class PartTimer:
+    """Times the parts of forwards by events around modules; parts inside others are taken out of them."""
+
+    KINDS = {"Linear": "projections", "Compressor": "projections", "Indexer": "indexer", "SparseAttention": "gather + attention",
+             "ExpertWeight": "dequantisation", "Experts": "experts"}
+
+    def __init__(self, model: Transformer) -> None:
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.open: list[Any] = []
+        self.depth = 0
+        self.cuda = model.device.type == "cuda"
+        self.handles = []
+        for name, module in model.named_modules():
+            part = self.KINDS.get(type(module).__name__)
+            nested = ".indexer." in name or ".compressor." in name
+            if part is not None and not nested:
+                self.handles.append(module.register_forward_pre_hook(lambda *_: self.open.append(self.mark())))
+                self.handles.append(module.register_forward_hook(lambda *_, part=part: self.spans.append(
+                    (part, self.open.pop(), self.mark()))))
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, total: float, forwards: int) -> dict[str, float]:
+        """Seconds of each part per forward, given the `total` of a forward; the last part is what is left."""
+        for handle in self.handles:
+            handle.remove()
+        if self.cuda:
+            torch.cuda.synchronize()
+        spent = dict.fromkeys(PARTS, 0.0)
+        for part, begin, end in self.spans:
+            spent[part] += (begin.elapsed_time(end) / 1e3 if self.cuda else end - begin) / forwards
+        spent["experts"] -= spent["dequantisation"]
+        spent[PARTS[-1]] = total - sum(spent.values())
+        return spent
+
+
+def measure(model: Transformer, run: Callable[[], Any], forwards: int) -> tuple[float, dict[str, float]]:
+    """Seconds of one forward, median of `forwards`, and of its parts (measured apart, since the events cost time too)."""
+    def one() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    one()
+    total = sorted(one() for _ in range(forwards))[forwards // 2]
+    timer = PartTimer(model)
+    with_events = sum(one() for _ in range(forwards)) / forwards
+    return total, timer.seconds(with_events, forwards)
+
+
+def random_benchmark(config: ModelConfig, prompts: list[int], contexts: list[int], rows: int, num: Numerics, device: torch.device,
+                     seed: int, write: Callable[[str], Any]) -> None:
+    """Print a table for every context (one decode step of `rows` rows) and prompt (a prefill of one row)."""
+    model = random_model(config, num, device, seed)
+    modes = ", ".join(f"{p.mode}{f' m={p.ratio}' if p.mode == 'full' else ''}" for p in model.plans[: config.num_hidden_layers])
+    write(f"random layers: {modes}\n{device}, {'exact' if num.exact else 'fast'}, torch {torch.__version__}\n")
+
+    def table(what: str, tokens: int, work: dict[str, Work], total: float, spent: dict[str, float]) -> None:
+        peak = f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else ""
+        write(f"\n{what}: {total * 1e3:.1f} ms, {tokens / total:,.0f} tokens/s{peak}\n")
+        write(f"  {'part':20}{'GB':>9}{'TFLOP':>9}{'floor ms':>11}{'measured ms':>13}{'ratio':>8}\n")
+        for part in PARTS:
+            w, took = work[part], spent[part]
+            write(f"  {part:20}{w.bytes / 1e9:>9.3f}{(w.bf16 + w.float32) / 1e12:>9.4f}{w.floor() * 1e3:>11.3f}{took * 1e3:>13.2f}"
+                  f"{took / w.floor():>8.0f}\n")
+        floor = sum(w.floor() for w in work.values())
+        write(f"  {'all':20}{sum(w.bytes for w in work.values()) / 1e9:>9.3f}"
+              f"{sum(w.bf16 + w.float32 for w in work.values()) / 1e12:>9.4f}{floor * 1e3:>11.3f}{total * 1e3:>13.2f}{total / floor:>8.0f}\n")
+
+    for context in contexts:
+        cache = fill_cache(model.new_cache(rows, context + 64), context, seed)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        token = torch.zeros(rows, 1, dtype=torch.int64)
+        total, spent = measure(model, lambda: model(token, cache, logits="last"), 5)
+        table(f"decode, {rows} row{'s' * (rows > 1)}, context {context:,}", rows, count_work(model, rows, 1, context), total, spent)
+        del cache
+    for length in prompts:
+        ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        total, spent = measure(model, lambda: model.prefill(ids, model.new_cache(1, length)), 3)
+        table(f"prefill, {length:,} tokens", length, count_work(model, 1, length, 0), total, spent)
