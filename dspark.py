@@ -6,10 +6,10 @@
     draft, verify, accept, roll back               SpeculativeDecoder
     sampling                                       Sampler, probabilities, accept
 
-After the token at position p has been processed and a token chosen for p + 1, the head reads that token and placeholders
-for the ones after it as a block, at positions p + 1 .. p + 5, and proposes tokens for p + 2 .. p + 6. Its layers attend to
-their own windows of main KV, which are made from the backbone's hidden states of the committed tokens: nothing that was
-only drafted is ever kept. The backbone then judges all drafts in one forward.
+After the token at position p has been processed and a token chosen for p + 1, the head reads that token and
+placeholders for the ones after it as a block, at positions p + 1 .. p + 5, and proposes tokens for p + 2 .. p + 6. Its
+layers attend to their own windows of main KV, which are made from the backbone's hidden states of the committed tokens:
+nothing that was only drafted is ever kept. The backbone then judges all drafts in one forward.
 
 Letters in shapes as in model.py, and T drafts of a block (dspark_block_size, 5), V vocabulary.
 """
@@ -33,9 +33,9 @@ from quant import Linear, Numerics, Ranks, RMSNorm
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """Logits float32 [..., V] -> the distribution that is sampled, float64 [..., V], on the CPU.
 
-    top_p < 1 keeps the likeliest tokens, as few as reach that probability together (of equal ones the lowest ids first).
-    Temperature 0 puts everything on the largest logit, of equal ones the lowest id. ValueError for logits that are not
-    finite: sampling from them would choose silently.
+    top_p < 1 keeps the likeliest tokens, as few as reach that probability together (of equal ones the lowest ids
+    first). Temperature 0 puts everything on the largest logit, of equal ones the lowest id. ValueError for logits that
+    are not finite: sampling from them would choose silently.
     """
     logits = logits.to("cpu", torch.float64)
     if not bool(logits.isfinite().all()):
@@ -53,8 +53,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
 
 def draw(weights: Tensor, uniform: float) -> int:
-    """The token that a uniform number in [0, 1) picks from unnormalised weights [V]: the first whose running sum exceeds
-    its share, so never one of weight 0."""
+    """The token that a uniform number in [0, 1) picks from unnormalised weights [V]: the first whose running sum
+    exceeds its share, so never one of weight 0."""
     running = weights.cumsum(-1)
     return int(torch.searchsorted(running, uniform * running[-1], right=True))
 
@@ -62,8 +62,8 @@ def draw(weights: Tensor, uniform: float) -> int:
 def accept(drafts: list[int], p: Tensor, q: Tensor, uniform: Callable[[], float]) -> list[int]:
     """Tokens distributed exactly as the target alone would choose them, out of `drafts` that the draft head chose.
 
-    p [n + 1, V]: the target's distribution at each of the n drafts and after them; q [n, V]: the one each draft was drawn
-    from. A draft x stays with probability min(1, p(x) / q(x)); the first that does not is replaced by a draw from
+    p [n + 1, V]: the target's distribution at each of the n drafts and after them; q [n, V]: the one each draft was
+    drawn from. A draft x stays with probability min(1, p(x) / q(x)); the first that does not is replaced by a draw from
     (p - q)+, and when all stay the target adds one. One uniform per draft looked at, then one for the last token.
     """
     for i, token in enumerate(drafts):
@@ -164,8 +164,8 @@ class Stage(Block):
 
 
 class DraftChunk(Chunk):
-    """A draft block as the new tokens of a forward, of which nothing is kept. Every draft sees the same rows: the main KV
-    of the last W committed positions (the window does not move along with the drafts), and the whole block."""
+    """A draft block as the new tokens of a forward, of which nothing is kept. Every draft sees the same rows: the main
+    KV of the last W committed positions (the window does not move along with the drafts), and the whole block."""
 
     def __init__(self, cache: Cache, size: int) -> None:
         first = [min(f, n) for f, n in zip(cache.window_start["draft"], cache.lengths)]
@@ -181,7 +181,7 @@ class DraftChunk(Chunk):
             wanted = self.start + torch.arange(-self.window, self.width, device=self.start.device)       # [B, W + T]
             hidden = None
             if any(s - self.window < f for s, f in zip(self.starts, self.first_seen)):
-                hidden = (wanted < self.first)[:, None, None]                                             # [B, 1, 1, W + T]
+                hidden = (wanted < self.first)[:, None, None]                                        # [B, 1, 1, W + T]
             self._index[key] = self.locate(wanted, depth, self.first), hidden
         return self._index[key]
 
@@ -194,8 +194,8 @@ class Draft(NamedTuple):
 
 
 class DSpark(nn.ModuleList):
-    """The draft layers, children "0", "1", "2". The model calls `observe` with what it appends to a cache; `draft` reads
-    the windows that this has filled."""
+    """The draft layers, children "0", "1", "2". The model calls `observe` with what it appends to a cache; `draft`
+    reads the windows that this has filled."""
 
     def __init__(self, config: ModelConfig, num: Numerics, ranks: Ranks = Ranks()) -> None:
         if not config.num_nextn_predict_layers:
@@ -239,7 +239,8 @@ class DSpark(nn.ModuleList):
             markov = last.markov_head.embed(ids[i])                                                      # [B, r]
             # base and bias are each float32, and so is their sum: three roundings
             logits.append(base[:, i] + self.ranks.gather(last.markov_head.head(markov)))                 # [B, V]
-            confidence.append(last.confidence_head.proj(torch.cat([hidden[:, i], markov], -1)))          # [B, 1]; not normed
+            features = torch.cat([hidden[:, i], markov], -1)                                             # not normed
+            confidence.append(last.confidence_head.proj(features))                                       # [B, 1]
             if sampler.greedy:
                 ids.append(argmax_lowest(logits[i]))
             else:
@@ -247,7 +248,8 @@ class DSpark(nn.ModuleList):
                 on = [True] * len(q[i]) if active is None else active
                 chosen = [draw(row, sampler.uniform()) if a else 0 for row, a in zip(q[i], on)]
                 ids.append(torch.tensor(chosen, device=cache.device))
-        return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.cat(confidence, 1), torch.stack(q, 1) if q else None)
+        drawn_from = torch.stack(q, 1) if q else None
+        return Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.cat(confidence, 1), drawn_from)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding
@@ -315,12 +317,12 @@ class PlainDecoder:
 
 
 class SpeculativeDecoder(PlainDecoder):
-    """Draft, verify, accept, roll back: one to 1 + T tokens per row and step, chosen as the backbone alone would choose.
+    """Draft, verify, accept, roll back: one to 1 + T tokens per row and step, chosen as the backbone alone would.
 
     At temperature 0 the tokens are those of PlainDecoder (in fast mode a product of six rows may round otherwise than
     one of a single row), above it they have the same distribution. `min_survival`: only drafts whose chance of being
-    accepted, the product of sigmoid(confidence) up to them, is at least this are submitted; 0 submits all. The confidence
-    of a draft depends on the tokens before it and not on the draft, so leaving one out does not favour any token.
+    accepted, the product of sigmoid(confidence) up to them, is at least this are submitted; 0 submits all. The
+    confidence of a draft depends on the tokens before it and not on the draft: leaving one out favours no token.
     """
 
     def __init__(self, model: Transformer, sampler: Sampler, min_survival: float = 0.0) -> None:
@@ -333,20 +335,22 @@ class SpeculativeDecoder(PlainDecoder):
         self.statistics = Statistics(submitted=[0] * size, accepted=[0] * size)
 
     def step(self, cache: Cache, pending: list[int], active: list[bool], room: list[int]) -> list[list[int]]:
-        """As PlainDecoder.step, with up to min(1 + T, room[b]) new tokens for row b. Afterwards the cache holds the pending
-        token and all new ones but the last. A caller that ends a row inside its new tokens, at a stop, takes the tail
-        back with cache.truncate. ValueError for a cache that cannot take back a block of drafts."""
+        """As PlainDecoder.step, with up to min(1 + T, room[b]) new tokens for row b. Afterwards the cache holds the
+        pending token and all new ones but the last. A caller that ends a row inside its new tokens, at a stop, takes
+        the tail back with cache.truncate. ValueError for a cache that cannot take back a block of drafts."""
         size = self.model.config.dspark_block_size
         if cache.rollback < size:
-            raise ValueError(f"this cache can take back {cache.rollback} tokens, a block of drafts has {size}: make it with "
-                             f"rollback = {size} or more")
+            raise ValueError(f"this cache can take back {cache.rollback} tokens, a block of drafts has {size}: make it "
+                             f"with rollback = {size} or more")
         began, starts = time.perf_counter(), list(cache.lengths)
-        most = [max(0, min(size, r - 1, cache.max_length - n - 1)) if on else 0 for r, n, on in zip(room, starts, active)]
+        left = [min(size, r - 1, cache.max_length - n - 1) for r, n in zip(room, starts)]
+        most = [max(0, n) if on else 0 for n, on in zip(left, active)]
         drafts: list[list[int]] = [[] for _ in starts]
         q = None
         if max(most):
             proposal = self.propose(cache, pending, active)
-            drafts = [row[1 : 1 + min(m, n)] for row, m, n in zip(proposal.ids.tolist(), most, self.worthwhile(proposal))]
+            likely = self.worthwhile(proposal)
+            drafts = [row[1 : 1 + min(m, n)] for row, m, n in zip(proposal.ids.tolist(), most, likely)]
             q = proposal.q
             self.statistics.draft_seconds += time.perf_counter() - began
         fed = [[token, *row] if on else [] for token, row, on in zip(pending, drafts, active)]
@@ -373,12 +377,12 @@ class SpeculativeDecoder(PlainDecoder):
 
     def worthwhile(self, proposal: Draft) -> list[int]:
         """How many drafts of each row are likely enough to survive."""
-        survival = proposal.confidence.to("cpu", torch.float64).sigmoid().cumprod(-1)                    # [B, T], falling
+        survival = proposal.confidence.to("cpu", torch.float64).sigmoid().cumprod(-1)                # [B, T], falling
         return (survival >= self.min_survival).sum(-1).tolist()
 
     def judge(self, drafts: list[list[int]], active: list[bool], logits: Tensor, q: Tensor | None) -> list[list[int]]:
-        """The new tokens of every row: drafts that stand, and one of the backbone's. logits [B, 1 + n, V]: the backbone's
-        after the pending token and each draft."""
+        """The new tokens of every row: drafts that stand, and one of the backbone's. logits [B, 1 + n, V]: the
+        backbone's after the pending token and each draft."""
         new: list[list[int]] = []
         for b, (row, on) in enumerate(zip(drafts, active)):
             if not on:

@@ -18,13 +18,14 @@ import argparse
 import codecs
 import contextlib
 import datetime
-import hashlib
+import io
 import json
 import os
 import resource
 import signal
 import sys
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,7 @@ class Prompt:
         """What tells two histories apart, for each position. Ids do not: all images are runs of one id."""
         keys: list[int | bytes] = list(self.ids)
         for place, image in self.images:
-            pixels = image.patches.view(torch.int16).numpy().tobytes()
-            keys[place : place + len(image.span)] = [hashlib.sha256(pixels).digest()] * len(image.span)
+            keys[place : place + len(image.span)] = [image.digest] * len(image.span)
         return keys
 
 
@@ -180,7 +180,7 @@ class Session:
 
     def clear(self) -> None:
         self.cache.reset()
-        self.held: list[int | bytes] = []     # the keys of the tokens in the cache
+        self.held: list[int | bytes] = []     # the keys of the tokens in the cache, and maybe of one behind them
         self.snapshots: list[Snapshot] = []
 
     def rewind(self, prompt: Prompt) -> int:
@@ -203,13 +203,13 @@ class Session:
     def answer(self, prompt: Prompt, **options: Any) -> Iterator[Event]:
         """`generate` for the conversation's next prompt, which may be stopped between any two events."""
         self.rewind(prompt)
-        keys, answer, before = prompt.keys, [], self.cache.snapshot()
+        begun, before = False, self.cache.snapshot()
         try:
             for event in generate(self.model, [prompt], self.cache, **options):
-                if not answer:                                   # the prompt has been read, no answer has been fed
+                if not begun:                                    # the prompt has been read, no answer has been fed
                     self.snapshots.append(self.cache.snapshot())
-                answer += event.tokens
-                self.held = [*keys, *answer][: self.cache.lengths[0]]
+                    self.held, begun = prompt.keys, True
+                self.held += event.tokens
                 yield event
         except GeneratorExit:                                    # between two events
             raise
@@ -301,8 +301,13 @@ class Team:
         self.group = self.control = None
         if self.size > 1:
             if self.device.type == "cuda":
-                self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+                local, here = (int(os.environ.get(name, at)) for name, at in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+                if here > torch.cuda.device_count():
+                    raise ValueError(f"{here} ranks need a CUDA device each, this machine has {torch.cuda.device_count()}")
+                self.device = torch.device("cuda", local)
                 torch.cuda.set_device(self.device)
+            # Ctrl-C ends a rank at once, without Python: it may be waiting for the others inside a library.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             # People take their time: the ranks that wait for what rank 0 reads must not give up.
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
             self.group = torch.distributed.group.WORLD
@@ -314,14 +319,32 @@ class Team:
             return produce()
         box: list[Any] = [None]
         if self.rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)         # what reads a terminal has to tidy up
             try:
                 box[0] = produce()
             except (ValueError, EOFError) as error:
                 box[0] = error
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         torch.distributed.broadcast_object_list(box, 0, group=self.control)
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+    def each(self, action: Callable[[], T]) -> T:
+        """The result of `action` on each rank. When it fails on one, whatever the others did, all raise that error."""
+        if self.size == 1:
+            return action()
+        result, failure = None, None
+        try:
+            result = action()
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            failure = str(error) or type(error).__name__
+        failures: list[str | None] = [None] * self.size
+        torch.distributed.all_gather_object(failures, failure, group=self.control)
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise ValueError(f"rank {rank}: {failure}" if rank else failure)
+        return result
 
     def close(self) -> None:
         if self.size > 1:
@@ -594,6 +617,8 @@ class Chat:
                     raise
                 s.screen.note("\n[Ctrl-D or /exit leaves]")
             except (ValueError, torch.OutOfMemoryError) as error:
+                if s.team.size > 1 and not isinstance(error, ValueError):    # the other ranks know nothing of it
+                    raise
                 s.screen.note(f"error: {error}")
 
     def read(self) -> str:
@@ -773,8 +798,9 @@ def run(args: argparse.Namespace, team: Team) -> int:
     screen = Screen(visible=team.rank == 0)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.note(f"warning: {message}")
-        model = load_model(args.ckpt_path, args.exact, team.device, group=team.group, draft=args.speculative,
-                           offload=args.offload)
+        with contextlib.redirect_stderr(sys.stderr if team.rank == 0 else io.StringIO()):    # bars and remarks: one of each
+            model = team.each(lambda: load_model(args.ckpt_path, args.exact, team.device, group=team.group,
+                                                 draft=args.speculative, offload=args.offload))
         path = Path(args.ckpt_path) / "tokenizer.json"
         if not path.exists():
             raise ValueError(f"there is no tokenizer.json in {args.ckpt_path}")
@@ -798,24 +824,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="surrogateescape" if stream is sys.stdin else "replace")
-    team = None
+    rank, alone, code = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) == 1, 1
     try:
         args = parse_arguments(arguments)
         team = Team(args.device)
-        return run(args, team)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        if team is None or team.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+        code = run(args, team)
+        team.close()
+        return code
+    except ValueError as error:
+        if rank:                                                 # rank 0 says it too, and its end ends this rank
+            time.sleep(5)
+        print(f"error: rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        code = 130
     except BrokenPipeError:                                      # the reader has had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        if team is not None:
-            team.close()
+    except RuntimeError as error:
+        if alone and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        text = str(error).strip().split("\n")[0]
+        print(f"error: {text}" if alone else f"error: rank {rank}: {text}", file=sys.stderr)
+    except Exception:
+        if alone:
+            raise
+        traceback.print_exc()
+    if not alone:        # The others may be waiting for this rank in the middle of anything. torchrun ends them; do not wait.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Golden recordings: what the model computes, position by position, and a comparison that names the first difference.
 
-    python golden.py record  --ckpt-path DIR (--prompt TEXT | --messages FILE.json | --tokens FILE.json) [--image FILE ...]
-                             --decode N --out FILE.safetensors [--level logits|layers|all]
+    python golden.py record  --ckpt-path DIR (--prompt TEXT | --messages FILE.json | --tokens FILE.json) --decode N
+                             [--image FILE ...] [--level logits|layers|all] --out FILE.safetensors
     python golden.py compare A.safetensors B.safetensors [--ckpt-path DIR] [--map FILE.json] [--json] [--plot FILE.png]
     python golden.py noise   A.safetensors --ckpt-path DIR      tolerances, from reruns with rounding noise
     python golden.py show    A.safetensors [--layer I]          what is in a recording; which rows a layer selects
@@ -10,10 +10,10 @@ A recording is FILE.safetensors, values only, and FILE.manifest.json, the facts 
 the same bytes for any chunking, batch, number of ranks and device, drafted or not. They are taken by forward hooks
 (`Recorder`) and written to their place in the file as they come, so a recording never has to fit in memory.
 
-`compare` goes through the tensors in the order of computation (`STEPS`). The first one that differs is a cause; one that
-differs at earlier positions than all causes before it is another. With a checkpoint the model is run again with every
-step reading what B recorded (`Forcing`): a step that then gives something else than B holds is wrong by itself, all
-others are consequences. docs/checking-an-engine.md shows how to use this on another engine.
+`compare` (recordings.py) goes through the arrays in the order of computation: the first that differs is a cause. With a
+checkpoint the model is run again with every step reading what B recorded (`Forcing`): a step that then gives something
+else than B holds is wrong by itself, and everything else is a consequence. docs/checking-an-engine.md shows how to use
+this on another engine.
 """
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import sys
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -40,12 +41,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from convert import PARTIAL, load_model, open_checkpoint, weights_digest, write_atomically
-from dspark import Sampler, SpeculativeDecoder
+from dspark import Sampler, SpeculativeDecoder, best_tokens
 from encoding import encode_messages, image_source
-from model import Block, Cache, Chunk, ImageTokens, ModelConfig, Selection, SparseAttention, Transformer, argmax_lowest, plan_layers
+from model import (Block, Cache, Chunk, ImageTokens, ModelConfig, Output, Selection, SparseAttention, Transformer,
+                   plan_layers)
 from quant import FakeQuant, Linear, RMSNorm, to_bf16
-from recordings import (BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report, compare, compare_array, manifest_path,
-                        order, plot, read_json, result_table, selection_map, show, table)
+from recordings import (BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report, compare,
+                        compare_array, manifest_path, order, plot, read_json, result_table, selection_map, show, table)
 from vision import ImageInput, load_image
 
 TIES = "lowest index, for selected rows, candidate blocks, experts and tokens"
@@ -93,8 +95,8 @@ def layout(c: ModelConfig, prompt: int, total: int, level: str = "layers", layer
         shapes |= {name: ("BF16", c.num_attention_heads, c.head_dim) for name in ("q", "attention")}
         shapes["window_kv"] = "BF16", c.head_dim
         if plan.engram is not None:
-            shapes |= {"engram_rows": ("I64", (c.engram_max_ngram_size - 1) * c.engram_n_heads), "engram_in": ("BF16", N, D),
-                       "engram_out": ("BF16", N, D)}
+            shapes |= {"engram_rows": ("I64", (c.engram_max_ngram_size - 1) * c.engram_n_heads),
+                       "engram_in": ("BF16", N, D), "engram_out": ("BF16", N, D)}
         if plan.mode == "full":
             shapes |= {"main_kv": ("BF16", c.head_dim), "index_key": ("BF16", c.index_head_dim)}
         if plan.mode in ("full", "reindex"):
@@ -105,7 +107,8 @@ def layout(c: ModelConfig, prompt: int, total: int, level: str = "layers", layer
         for name, (least, _) in STEPS.items():
             if name in shapes and LEVELS.index(least) <= LEVELS.index(level):
                 m = plan.ratio if name in ("main_kv", "index_key") else 1     # groups whose last token is in the span
-                out[f"layers.{plan.layer}.{name}"] = Sheet(shapes[name][0], (b // m - a // m, *shapes[name][1:]), a // m)
+                kind, *shape = shapes[name]
+                out[f"layers.{plan.layer}.{name}"] = Sheet(kind, (b // m - a // m, *shape), a // m)
     if level == "all":
         out["final_hidden"] = Sheet("BF16", (n, D), a)
     if logits:
@@ -125,17 +128,16 @@ class Writer:
     """A safetensors file whose arrays are filled in any order. It gets its name when it is complete."""
 
     def __init__(self, path: Path, sheets: dict[str, Sheet]) -> None:
-        self.path, self.sheets, self.offset = path, sheets, {}
-        names = sorted(sheets, key=lambda name: -TYPES[sheets[name].dtype].itemsize)   # wide ones first: all are aligned
+        self.path, self.sheets = path, sheets
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name in names:
-            size = sheets[name].row_bytes * sheets[name].shape[0]
-            header[name] = {"dtype": sheets[name].dtype, "shape": sheets[name].shape, "data_offsets": [position, position + size]}
-            self.offset[name], position = position, position + size
+        position, places = 0, {}
+        for name in sorted(sheets, key=lambda name: -TYPES[sheets[name].dtype].itemsize):      # so that all are aligned
+            places[name], sheet = position, sheets[name]
+            position += sheet.row_bytes * sheet.shape[0]
+            header[name] = {"dtype": sheet.dtype, "shape": sheet.shape, "data_offsets": [places[name], position]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self.offset = {name: 8 + len(text) + start for name, start in self.offset.items()}
+        self.offset = {name: 8 + len(text) + start for name, start in places.items()}
         self.filled = {name: np.zeros(sheet.shape[0], bool) for name, sheet in sheets.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.partial = path.with_name(path.name + PARTIAL)
@@ -187,33 +189,46 @@ def write_manifest(path: Path, facts: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- recording
 
-class Recorder:
-    """Forward hooks that write one row of a batch. `chunk` is the chunk that the model is working on."""
+class Hooks:
+    """Forward hooks that come off at the end of a with statement."""
 
-    def __init__(self, model: Transformer, sheets: dict[str, Sheet], write: Callable[[str, int, Tensor], None], row: int = 0) -> None:
-        self.model, self.sheets, self.write, self.row = model, sheets, write, row
-        self.chunk: Chunk | None = None
-        self.entered: dict[int, dict[str, Tensor]] = {}     # Engram runs before its layer's chunk is known
-        self.images = 0, 0
-        self.handles = [handle for block in model.layers for handle in self._layer(block)]
-        on = self._on
-        self.handles += [
-            on(model, lambda args, out: self._outputs(out)),
-            on(model.norm, lambda args, out: self.put("final_hidden", out))]
-        if "image.patches" in sheets:
-            self.handles += [on(model.vision, lambda args, out: self._image(0, args[0], out)),
-                             on(model.aligner, lambda args, out: self._image(1, out))]
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
 
-    def __enter__(self) -> Recorder:
+    def before(self, module: nn.Module, hook: Callable[[tuple], tuple | None]) -> None:
+        """hook(args) may return other arguments."""
+        self.handles.append(module.register_forward_pre_hook(lambda _, args: hook(args)))
+
+    def after(self, module: nn.Module, hook: Callable[[tuple, Any], Any], prepend: bool = False) -> None:
+        """hook(args, result) may return another result."""
+        self.handles.append(module.register_forward_hook(lambda _, args, out: hook(args, out), prepend=prepend))
+
+    def __enter__(self) -> Hooks:
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
 
-    @staticmethod
-    def _on(module: nn.Module, take: Callable[[tuple, Any], None]) -> Any:
-        return module.register_forward_hook(lambda _, args, out: take(args, out))     # take returns None: nothing changes
+
+class Recorder(Hooks):
+    """Writes one row of a batch. `chunk` is the chunk that the model is working on."""
+
+    def __init__(self, model: Transformer, sheets: dict[str, Sheet], write: Callable[[str, int, Tensor], None],
+                 row: int = 0) -> None:
+        super().__init__()
+        self.model, self.sheets, self.write, self.row = model, sheets, write, row
+        self.chunk: Chunk | None = None
+        self.entered: dict[int, dict[str, Tensor]] = {}     # Engram runs before its layer's chunk is known
+        self.images: Counter[str] = Counter()
+        for block in model.layers:
+            self._layer(block)
+        self.after(model.norm, lambda args, out: self.put("final_hidden", out))
+        self.after(model, lambda args, out: self.outputs(out))
+        if any(name.startswith("image.") for name in sheets):
+            self.before(model.vision, lambda args: self._image("image.patches", args[0]))
+            self.after(model.vision, lambda args, out: self._image("image.vit", out))
+            self.after(model.aligner, lambda args, out: self._image("image.features", out))
 
     def put(self, name: str, value: Tensor) -> None:
         """value [B, S, ...] for the tokens of the chunk, or [B, 1, ...] for the last one."""
@@ -223,40 +238,48 @@ class Recorder:
         whole = value.shape[1] == self.chunk.width
         self.write(name, start if whole else end - 1, value[self.row, : end - start if whole else 1])
 
-    def _layer(self, block: Block) -> Iterator[Any]:
-        i, attn, on, put = block.plan.layer, block.attn, self._on, self.put
-        p = f"layers.{i}."
+    def outputs(self, out: Output) -> None:
+        for name, value in (("logits", out.logits), ("dspark.main_hidden", out.main_hidden)):
+            if value is not None:
+                self.put(name, value)
 
-        def begin(_: nn.Module, args: tuple) -> None:
+    def _image(self, name: str, value: Tensor) -> None:     # images come one after the other
+        self.write(name, self.images[name], value)
+        self.images[name] += len(value)
+
+    def _layer(self, block: Block) -> None:
+        i, attn, put, p = block.plan.layer, block.attn, self.put, f"layers.{block.plan.layer}."
+
+        def begin(args: tuple) -> None:
             self.chunk = args[4]
             for name, value in self.entered.pop(i, {}).items():
                 put(p + name, value)
             put(p + "input", args[0])
             put(p + "pre_mix", args[1])
 
-        yield block.register_forward_pre_hook(begin)
-        yield on(block, lambda args, out: put(p + "output", out[0]))
+        self.before(block, begin)
         if not any(name.startswith(p) for name in self.sheets):
             return
         if block.engram is not None:
-            yield block.engram.register_forward_pre_hook(
-                lambda _, args: self.entered.update({i: {"engram_in": args[0], "engram_rows": args[1]}}))
-            yield on(block.engram, lambda args, out: self.entered[i].update(engram_out=out))
-        yield on(block.attn_norm, lambda args, out: put(p + "attn_in", out))
-        yield on(attn, lambda args, out: put(p + "attn_out", out[0]))
-        yield on(block.ffn_norm, lambda args, out: put(p + "ffn_in", out))
-        yield on(block.ffn, lambda args, out: put(p + "ffn_out", out))
-        yield on(block.ffn.gate, lambda args, out: self._gate(p, block.ffn.gate, args, out))
-        yield attn.core.register_forward_pre_hook(lambda _, args: self._core(p, *args[:3], *args[4:6]))
-        yield on(attn.core, lambda args, out: self._heads(p + "attention", out))
+            self.before(block.engram, lambda args: self.entered.update(
+                {i: {"engram_in": args[0], "engram_rows": args[1]}}))
+            self.after(block.engram, lambda args, out: self.entered[i].update(engram_out=out))
+        for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out")):
+            self.after(module, lambda args, out, name=name: put(p + name, out))
+        self.after(attn, lambda args, out: put(p + "attn_out", out[0]))
+        self.after(block, lambda args, out: put(p + "output", out[0]))
+        self.after(block.ffn.gate, lambda args, out: self._gate(p, block.ffn.gate, args, out))
+        self.before(attn.core, lambda args: self._core(p, *args[:3], *args[4:6]))
+        self.after(attn.core, lambda args, out: self._heads(p + "attention", out))
         if block.plan.mode == "full":
-            yield attn.indexer.register_forward_pre_hook(lambda _, args: self.compressed(i, args[3], args[4]))
+            self.before(attn.indexer, lambda args: self.compressed(i, args[3], args[4]))
         if block.plan.mode in ("full", "reindex"):
-            yield on(attn.indexer, lambda args, out: self._indexer(p, attn.indexer, args, out))
+            self.after(attn.indexer, lambda args, out: self._indexer(p, attn.indexer, args, out))
 
     def _heads(self, name: str, x: Tensor) -> None:                                                # [B, S, heads, d]
         if name in self.sheets:     # the heads of all ranks; float32 because not every backend sends bfloat16
-            self.put(name, self.model.ranks.gather(x.flatten(2).to(torch.float32)).unflatten(-1, (-1, x.shape[-1])))
+            whole = self.model.ranks.gather(x.flatten(2).to(torch.float32))
+            self.put(name, whole.unflatten(-1, (-1, x.shape[-1])))
 
     def _core(self, p: str, q: Tensor, window: Tensor, depth: int, chunk: Chunk, cache: Cache) -> None:
         self._heads(p + "q", q)
@@ -294,7 +317,7 @@ class Recorder:
                 scores = scores.masked_fill(~inside[..., :n], -torch.inf)
             found = [cut_margin(scores, out.rows[:, q0:q1])]
             if indexer.plan.makes_pool:     # the newest block is in whatever its score
-                newest = torch.arange(blocks.shape[-1], device=device) == (visible - 1).div(block, rounding_mode="floor")
+                newest = place[: blocks.shape[-1]] == (visible - 1).div(block, rounding_mode="floor")
                 found.append(cut_margin(blocks.masked_fill(newest, torch.inf), out.pool[:, q0:q1]))
             margins.append(found)
         scale = (c.index_head_dim * c.index_n_heads) ** -0.5        # the paper's constant, left out of the scores
@@ -310,18 +333,6 @@ class Recorder:
         for name, value in (("route_weights", out[0]), ("route_experts", out[1]), ("route_margin", margin)):
             self.put(p + name, value.unflatten(0, shape))
 
-    def _outputs(self, out: Any) -> None:
-        for name, value in (("logits", out.logits), ("dspark.main_hidden", out.main_hidden)):
-            if value is not None:
-                self.put(name, value)
-
-    def _image(self, which: int, *values: Tensor) -> None:
-        """Images come one after the other: patches and the tower's output, then the aligner's."""
-        names, at = (("image.patches", "image.vit"), ("image.features",))[which], self.images[which]
-        for name, value in zip(names, values):
-            self.write(name, at, value)
-        self.images = tuple(n + len(values[0]) * (j == which) for j, n in enumerate(self.images))
-
 
 def members(ids: Tensor, n: int) -> Tensor:
     """Sets of ids [..., k], -1 empty, as bool [..., n]."""
@@ -330,10 +341,10 @@ def members(ids: Tensor, n: int) -> Tensor:
 
 
 def cut_margin(scores: Tensor, taken: Tensor) -> Tensor:
-    """The lowest score taken minus the highest left out, over the last axis; inf when nothing could have been swapped."""
-    mask = members(taken, scores.shape[-1])
+    """The lowest score taken minus the highest left out, over the last axis; inf when nothing could be swapped."""
     if scores.shape[-1] == 0:
         return scores.new_full(scores.shape[:-1], torch.inf)
+    mask = members(taken, scores.shape[-1])
     lowest, best = scores.masked_fill(~mask, torch.inf).amin(-1), scores.masked_fill(mask, -torch.inf).amax(-1)
     return torch.where((lowest == torch.inf) | (best == -torch.inf), torch.inf, lowest - best)
 
@@ -348,22 +359,23 @@ class Prompt:
 
 @torch.inference_mode()
 def record(model: Transformer, prompt: Prompt, out: str | Path, *, decode: int = 0, level: str = "layers",
-           layers: Iterable[int] | None = None, span: tuple[int, int] | None = None, logits: bool = True, way: str = "full",
-           chunk_size: int = 512, batch: int = 1, speculative: bool = False, given: Tensor | None = None,
-           around: Iterable[Callable[[Recorder], Any]] = (), names: set[str] | None = None,
-           facts: dict[str, Any] | None = None) -> None:
-    """Run the model over a prompt and `decode` greedily chosen tokens (never stopping at EOS) and record it to `out`, with
-    its manifest; rank 0 writes.
+           layers: Iterable[int] | None = None, span: tuple[int, int] | None = None, logits: bool = True,
+           way: str = "full", chunk_size: int = 512, batch: int = 1, speculative: bool = False,
+           given: Tensor | None = None, around: Iterable[Callable[[Recorder], Hooks]] = (),
+           names: set[str] | None = None, facts: dict[str, Any] | None = None) -> None:
+    """Run the model over a prompt and `decode` greedily chosen tokens, never stopping at EOS, and record it to `out`,
+    with its manifest; rank 0 writes.
 
     batch > 1: the prompt is the last row, others of other lengths go along. speculative: the decoded tokens come from
-    drafts. `given` [decode]: feed these tokens instead of choosing. `around`: contexts made of the recorder and entered
-    inside it. `names`: only these arrays. ValueError for an empty prompt, a span outside of the run, unknown layers or levels.
+    drafts. `given` [decode]: feed these tokens instead of choosing. `around`: more hooks, made with the recorder.
+    `names`: only these arrays. ValueError for an empty prompt, a span outside of the run, unknown layers or levels.
     """
     c, out, P = model.config, Path(out), len(prompt.tokens)
     total, row = P + decode, batch - 1
     draft = model.mtp is not None and decode > 0
     if P < 1 or decode < 0 or batch < 1 or chunk_size < 1:
-        raise ValueError(f"a prompt of {P} tokens, {decode} decoded, in a batch of {batch} and chunks of {chunk_size}: nothing to record")
+        raise ValueError(f"a prompt of {P} tokens, {decode} decoded, a batch of {batch} and chunks of {chunk_size}: "
+                         f"there is nothing to record")
     if level not in LEVELS:
         raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
     if span is not None and not 0 <= span[0] < span[1] <= total:
@@ -403,13 +415,15 @@ def record(model: Transformer, prompt: Prompt, out: str | Path, *, decode: int =
         if writer is not None:
             writer.discard()
         raise
+    on_gpu = model.device.type == "cuda"
     quant = {f.name: getattr(model.num.fake_quant, f.name) for f in fields(FakeQuant)}
     write_manifest(out, {
-        "format": "golden recording 1", "values_sha256": file_digest(out), **(facts or {}), "prompt_length": P, "decode": decode,
-        "level": level, "layers": None if layers is None else sorted(layers), "positions": span, "first_computed": gaps,
-        "numerics": "exact" if model.num.exact else "fast", "fake_quant": quant, "tie_rule": TIES, "prefill": way,
-        "chunk_size": chunk_size, "batch": batch, "row": row, "speculative": speculative, "tensor_parallel": model.ranks.size,
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor() or "cpu",
+        "format": "golden recording 1", "values_sha256": file_digest(out), **(facts or {}), "prompt_length": P,
+        "decode": decode, "level": level, "layers": None if layers is None else sorted(layers), "positions": span,
+        "first_computed": gaps, "numerics": "exact" if model.num.exact else "fast", "fake_quant": quant,
+        "tie_rule": TIES, "prefill": way, "chunk_size": chunk_size, "batch": batch, "row": row,
+        "speculative": speculative, "tensor_parallel": model.ranks.size,
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else platform.processor() or "cpu",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "config": asdict(c), "tolerances": None})
 
@@ -433,19 +447,20 @@ def _run(model: Transformer, prompt: Prompt, recorder: Recorder, sheets: dict[st
     if way == "full":
         for c0 in range(0, P, chunk_size):
             c1 = min(c0 + chunk_size, P)
-            sheet = sheets.get("logits")
-            wanted = sheet is not None and c0 < sheet.first + sheet.shape[0] and c1 > sheet.first
+            heads = [sheets[name] for name in ("logits", "final_hidden") if name in sheets]
+            wanted = any(c0 < s.first + s.shape[0] and c1 > s.first for s in heads)
+            lengths = [min(max(n - c0, 0), c1 - c0) for n in counts]
             part = None if images is None else images.columns(c0, c1)
-            last = model(ids[:, c0:c1], cache, [min(max(n - c0, 0), c1 - c0) for n in counts], part, "all" if wanted else "last")
+            last = model(ids[:, c0:c1], cache, lengths, part, "all" if wanted else "last")
             progress.update(c1 - c0)
     else:
         last = model.prefill(ids, cache, way, counts, images, chunk_size)
-        recorder._outputs(last)
+        recorder.outputs(last)
         whole = Chunk([0] * batch, counts, [0] * batch, P, 1, cache.device)
         for layer in cache.main:
             recorder.compressed(layer, whole, cache)
     tokens = prompt.tokens.tolist()
-    chosen = int(argmax_lowest(last.logits[row, -1]))
+    chosen = best_tokens(last.logits[row])[-1]
     decoder = SpeculativeDecoder(model, Sampler()) if speculative else None
     while len(tokens) < total:
         length = len(tokens)
@@ -459,17 +474,16 @@ def _run(model: Transformer, prompt: Prompt, recorder: Recorder, sheets: dict[st
         else:
             feed = [[int(prompt.tokens[(length + b) % P])] for b in range(row)] + [[chosen]]
             tokens.append(chosen)
-            chosen = int(argmax_lowest(model(torch.tensor(feed), cache).logits[row, -1]))
-        if "dspark.tokens" in sheets:
-            following = tokens[length + 1 :] + [chosen]
-            for at in range(length, len(tokens)):     # drafts after the token at each position, as if decoding stood there
-                then = cache
-                if at + 1 < len(tokens):
-                    then = cache.fork()
-                    then.truncate([*cache.lengths[:row], at + 1])
-                proposal = model.mtp.draft(model, torch.tensor([0] * row + [following[at - length]]), then)
-                for name, value in (("tokens", proposal.ids), ("logits", proposal.logits), ("confidence", proposal.confidence)):
-                    recorder.write(f"dspark.{name}", at - P, value[row :])
+            chosen = best_tokens(model(torch.tensor(feed), cache).logits[row])[-1]
+        following = tokens[length + 1 :] + [chosen]
+        for at in range(length, len(tokens)) if any(name.startswith("dspark.") for name in sheets) else ():
+            then = cache           # drafts after the token at each position, as if decoding stood there
+            if at + 1 < len(tokens):
+                then = cache.fork()
+                then.truncate([*cache.lengths[:row], at + 1])
+            found = model.mtp.draft(model, torch.tensor([0] * row + [following[at - length]]), then)
+            for name, value in (("tokens", found.ids), ("logits", found.logits), ("confidence", found.confidence)):
+                recorder.write(f"dspark.{name}", at - P, value[row :])
         progress.update(len(tokens) - length)
     progress.close()
     return torch.tensor(tokens)
@@ -482,20 +496,6 @@ def file_digest(path: Path) -> str:
 
 # -------------------------------------------------------------------------------------------- running from a recording
 
-class Hooks:
-    """Forward hooks around a Recorder's, taken off at the end."""
-
-    def __init__(self) -> None:
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 class Forcing(Hooks):
     """Lets every step read what a recording holds instead of what the steps before it gave. The recorder's hooks come
     first, so they see what each step computed. Batch of 1."""
@@ -503,62 +503,73 @@ class Forcing(Hooks):
     def __init__(self, recorder: Recorder, source: Recording) -> None:
         super().__init__()
         self.recorder, self.source = recorder, source
-        self.handles.append(recorder.model.norm.register_forward_hook(lambda _, args, out: self.put("final_hidden", out)))
-        for block in recorder.model.layers:
-            p, attn, put = f"layers.{block.plan.layer}.", block.attn, self.put
-            pre = lambda module, hook: self.handles.append(module.register_forward_pre_hook(hook))
-            post = lambda module, name: self.handles.append(
-                module.register_forward_hook(lambda _, args, out, name=name: put(name, out) if isinstance(out, Tensor) else (
-                    put(name, out[0]), *out[1:])))
-            pre(block, lambda _, args, p=p, plan=block.plan: (
-                put(p + "input", args[0]), put(p + "pre_mix", args[1]), self.selection(plan.index_source, args[2]), *args[3:]))
-            for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out"),
-                                 (attn.core, "attention"), (attn, "attn_out"), (block, "output")):
-                post(module, p + name)
-            self.handles.append(block.ffn.gate.register_forward_hook(lambda _, args, out, p=p: self.routes(p, out)))
-            pre(attn.core, lambda _, args, p=p, layer=block.plan.layer: self.core(p, layer, args))
-            if block.plan.mode == "full":
-                pre(attn.indexer, lambda _, args, layer=block.plan.layer: self.compressed(layer, args[3], args[4]))
-            if block.plan.mode in ("full", "reindex"):
-                self.handles.append(attn.indexer.register_forward_hook(
-                    lambda _, args, out, layer=block.plan.layer: self.selection(layer, out)))
-            if block.engram is not None and block.plan.layer:     # the chunk is that of the layer below
-                post(block.engram, p + "engram_out")
-                pre(block.engram, lambda _, args, p=p: (put(p + "engram_in", args[0]), put(p + "engram_rows", args[1]), *args[2:]))
+        self.images: Counter[str] = Counter()
+        model = recorder.model
+        for block in model.layers:
+            self._layer(block)
+        self.after(model.norm, lambda args, out: self.put("final_hidden", out))
+        if model.config.vision_config is not None:
+            self.before(model.vision, lambda args: (self._image("image.patches", args[0]), *args[1:]))
+            self.after(model.vision, lambda args, out: self._image("image.vit", out))
+            self.after(model.aligner, lambda args, out: self._image("image.features", out))
+
+    def _layer(self, block: Block) -> None:
+        i, attn, put, p = block.plan.layer, block.attn, self.put, f"layers.{block.plan.layer}."
+        self.before(block, lambda args: (put(p + "input", args[0]), put(p + "pre_mix", args[1]),
+                                         self.selection(block.plan.index_source, args[2]), *args[3:]))
+        for module, name in ((block.attn_norm, "attn_in"), (block.ffn_norm, "ffn_in"), (block.ffn, "ffn_out"),
+                             (attn.core, "attention")):
+            self.after(module, lambda args, out, name=name: put(p + name, out))
+        self.after(attn, lambda args, out: (put(p + "attn_out", out[0]), *out[1:]))
+        self.after(block, lambda args, out: (put(p + "output", out[0]), *out[1:]))
+        self.after(block.ffn.gate, lambda args, out: self.routes(p, out))
+        self.before(attn.core, lambda args: self.core(i, args))
+        if block.plan.mode == "full":
+            self.before(attn.indexer, lambda args: self.compressed(i, args[3], args[4]))
+        if block.plan.mode in ("full", "reindex"):
+            self.after(attn.indexer, lambda args, out: self.selection(i, out))
+        if block.engram is not None and i > 0:     # it runs while the chunk is still that of the layer below
+            self.before(block.engram, lambda args: (
+                put(p + "engram_in", args[0]), put(p + "engram_rows", args[1]), *args[2:]))
+            self.after(block.engram, lambda args, out: put(p + "engram_out", out))
 
     def put(self, name: str, value: Tensor) -> Tensor:
         chunk = self.recorder.chunk
         found = self.source.between(name, chunk.starts[0], chunk.ends[0])
         if found is None or value.shape[1] != chunk.width:
             return value
-        rows = found[1].to(value.device)
-        at, kind = found[0] - chunk.starts[0], name.rpartition(".")[2]
-        part = value[:, at : at + len(rows)]
-        if rows.shape[1:] != part.shape[2:]:
-            if kind not in SETS:
-                raise ValueError(f"{self.source.path}: {name} has rows {list(rows.shape[1:])}, the model {list(part.shape[2:])}")
-            value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=-1)     # lists of ids grow with the sequence
-            part = value[:, at : at + len(rows)]
+        at, rows, kind = found[0] - chunk.starts[0], found[1].to(value.device), name.rpartition(".")[2]
+        if kind in SETS and rows.shape[-1] > value.shape[-1]:     # lists of ids grow with the sequence
+            value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=-1)
+        part = value[0, at : at + len(rows)]
+        if rows.shape != part.shape:
+            raise ValueError(f"{self.source.path}: {name} has rows {list(rows.shape[1:])}, the model's have "
+                             f"{list(part.shape[1:])}")
         rows = to_bf16(rows) if value.dtype == torch.bfloat16 else rows.to(value.dtype)
-        if kind in FLOAT32:       # recorded in float32: what was computed stays where it is the same number
-            rows = torch.where((rows - part[0]).abs() <= 2.0**-22 * part[0].abs(), part[0], rows)
+        if kind in FLOAT32:       # what was computed stays where it is the same float32 number
+            rows = torch.where((rows - part).abs() <= 2.0**-22 * part.abs(), part, rows)
         return torch.cat([value[:, :at], rows.unsqueeze(0), value[:, at + len(rows) :]], 1)
+
+    def _image(self, name: str, value: Tensor) -> Tensor:
+        at = self.images[name]
+        self.images[name] += len(value)
+        return to_bf16(self.source.rows(name, at, at + len(value)).to(value.device)) if name in self.source else value
 
     def selection(self, layer: int | None, given: Selection | None) -> Selection | None:
         if given is None or layer is None:
             return given
-        ratio, pool = self.source.config["compress_ratios"][layer], given.pool
-        rows = self.put(f"layers.{layer}.topk", given.rows)
-        source = self.source.config["candidate_source_layer_id"]
-        if pool is not None and (source == layer or pool.shape[-1] == self.source.config["candidate_topk_blocks"]):
-            pool = self.put(f"layers.{source}.candidates", pool)
-        return Selection(torch.where(rows < self.recorder.chunk.ends[0] // ratio, rows, -1), pool)
+        c = self.recorder.model.config
+        rows, pool = self.put(f"layers.{layer}.topk", given.rows), given.pool
+        if pool is not None:
+            pool = self.put(f"layers.{c.candidate_source_layer_id}.candidates", pool)
+        visible = self.recorder.chunk.ends[0] // c.compress_ratios[layer]     # what is not there cannot be read
+        return Selection(torch.where(rows < visible, rows, -1), pool)
 
     def routes(self, p: str, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return tuple(self.put(p + name, t.unsqueeze(0))[0] for name, t in zip(("route_weights", "route_experts"), out))
 
-    def core(self, p: str, layer: int, args: tuple) -> tuple:
-        q, window, depth, sink, chunk, cache, *rest = args
+    def core(self, layer: int, args: tuple) -> tuple:
+        (q, window, depth, sink, chunk, cache, *rest), p = args, f"layers.{layer}."
         found = self.source.between(p + "window_kv", chunk.starts[0], chunk.ends[0])
         if found is not None:
             at = depth + found[0] - chunk.starts[0]
@@ -583,14 +594,15 @@ class Noise(Hooks):
         super().__init__()
         self.rate, self.generator = rate, torch.Generator().manual_seed(seed)
         kinds = Linear, RMSNorm, SparseAttention, Block
-        found = [module for name, module in recorder.model.named_modules() if isinstance(module, kinds) and re.search(points, name)]
+        named = recorder.model.named_modules()
+        found = [module for name, module in named if isinstance(module, kinds) and re.search(points, name)]
         if not found:
             raise ValueError(f"no rounding point of this model matches {points!r}")
-        for module in found:    # before the recorder's hooks
-            self.handles.append(module.register_forward_hook(lambda _, args, out: self.move(out), prepend=True))
+        for module in found:
+            self.after(module, lambda args, out: self.move(out), prepend=True)      # before the recorder's hooks
         for block in recorder.model.layers:
             if block.attn.core in found:
-                self.handles.append(block.attn.register_forward_hook(lambda _, args, out: self.move(out)))
+                self.after(block.attn, lambda args, out: self.move(out))
 
     def move(self, out: Any) -> Any:
         if isinstance(out, tuple):
@@ -611,18 +623,19 @@ def rerun(directory: str | Path, source: Recording, like: Recording, out: Path, 
     facts = like.manifest
     if not facts:
         raise ValueError(f"{like.path} has no manifest: nothing says under which numerics to run again")
-    model = load_model(directory, exact=(facts["numerics"] == "exact") == (noise is None), fake_quant=FakeQuant(**facts["fake_quant"]),
+    model = load_model(directory, exact=(facts["numerics"] == "exact") == (noise is None),
+                       fake_quant=FakeQuant(**facts["fake_quant"]),
                        draft=any(name.startswith("dspark.") for name in source.sources))
     prompt = Prompt(source.tokens[: source.prompt])
     if "image.token_types" in like:
         prompt.types = like.rows("image.token_types", 0, source.prompt)
-        patches, types = (like.rows(f"image.{name}", 0, like.shape(f"image.{name}")[0]) for name in ("patches", "types"))
-        for h, w in like.rows("image.grids", 0, like.shape("image.grids")[0]).tolist():
-            end, ratio = int((types == 3).nonzero()[0]) + 1, model.config.vision_config.downsample_ratio
-            prompt.images.append(ImageInput(patches[: h * w], (h, w), (-(-h // ratio), -(-w // ratio))))
-            patches, types = patches[h * w :], types[end:]
+        at, ratio = 0, model.config.vision_config.downsample_ratio
+        for h, w in like.all("image.grids").tolist():
+            patches = like.rows("image.patches", at, at + h * w)
+            prompt.images.append(ImageInput(patches, (h, w), (-(-h // ratio), -(-w // ratio))))
+            at += h * w
     elif like.config["image_token_id"] in prompt.tokens.tolist():
-        print(f"{like.path} holds no image arrays: image tokens are read as text", file=sys.stderr)
+        raise ValueError(f"{like.path} holds no image arrays, so its images cannot be run again: record level layers")
     around = [lambda recorder: Forcing(recorder, source)] if forced else []
     if noise is not None:
         around.append(lambda recorder: Noise(recorder, *noise))
@@ -641,11 +654,9 @@ def check(a: Recording, b: Recording, directory: str | Path | None = None) -> Re
         return compare(a, b, Recording(path, like=a))
 
 
-# ------------------------------------------------------------------------------------------------------- command line
-
 def noise(a: Recording, directory: str | Path, runs: int, rate: float, points: str, seed: int) -> dict[str, Any]:
-    """Tolerances for every array: twice the largest difference of reruns in the other arithmetic with noise, "free", and
-    "local" with every step reading what `a` recorded. For ids, how large a gap at the cut may be. Written into the manifest."""
+    """Tolerances for every array, written into the manifest: twice the largest difference of reruns in the other
+    arithmetic with noise, "free", and "local" with every step reading what `a` recorded; of ids, the gap at the cut."""
     out: dict[str, Any] = {"runs": runs, "rate": rate, "points": points, "seed": seed, "free": {}, "local": {}}
     for run in range(2 * runs):
         into, forced = out["local" if run % 2 else "free"], run % 2 == 1
@@ -653,18 +664,21 @@ def noise(a: Recording, directory: str | Path, runs: int, rate: float, points: s
             path = Path(folder) / "noise.safetensors"
             rerun(directory, a, a, path, forced, (points, rate, seed + run))
             b = Recording(path, like=a)
-            found = {name: compare_array(name, a, b, len(a.tokens), {}) for name in sorted(set(a.sources) - BOOKKEEPING, key=order)}
+            names = sorted(set(a.sources) - BOOKKEEPING, key=order)
+            found = {name: r for name in names if (r := compare_array(name, a, b, len(a.tokens), {}))}
         for name, r in found.items():
             kind, worst = name.rpartition(".")[2], {"max_abs": r.max_abs, "rel_l2": r.rel_l2}
-            gap = {"dspark.tokens": "dspark.logits"}.get(name) or (name.replace(kind, MARGINS[kind]) if kind in MARGINS else None)
-            if gap is not None:     # ids may change places where the gap is no larger than what noise does to gaps
-                worst = {"margin": max([r.margin or 0.0] + ([found[gap].max_abs] if gap in found else []))}
+            if kind in MARGINS or name == "dspark.tokens":     # ids change places where noise does that much to gaps
+                gap = found.get("dspark.logits" if kind == "tokens" else name.replace(kind, MARGINS[kind]))
+                worst = {"margin": max(r.margin or 0.0, 0.0 if gap is None else gap.max_abs)}
             known = into.setdefault(name, {})
             known.update({key: max(known.get(key, 0.0), 2 * value) for key, value in worst.items()})
     a.manifest["tolerances"] = out
     write_manifest(a.path, a.manifest)
     return out
 
+
+# ------------------------------------------------------------------------------------------------------- command line
 
 def expand(tokens: list[int], config: ModelConfig, images: list[ImageInput], types: list[int] | None = None) -> Prompt:
     """Put the span of each image in the place of its token. ValueError when tokens and images do not fit."""
@@ -679,7 +693,8 @@ def expand(tokens: list[int], config: ModelConfig, images: list[ImageInput], typ
             raise ValueError("token_types do not fit the tokens and the images given with --image")
         return Prompt(torch.tensor(tokens), given, images)
     if tokens.count(config.image_token_id) != len(images):
-        raise ValueError(f"{len(images)} images, but {tokens.count(config.image_token_id)} tokens {config.image_token_id} in the prompt")
+        raise ValueError(f"{len(images)} images are given for {tokens.count(config.image_token_id)} image tokens "
+                         f"{config.image_token_id} in the prompt")
     rest, ids, kinds = iter(spans), [], []
     for token in tokens:
         span = next(rest) if token == config.image_token_id else torch.tensor([-1], dtype=torch.int8)
@@ -702,8 +717,8 @@ def read_prompt(args: argparse.Namespace, config: ModelConfig) -> Prompt:
         if args.messages:
             messages = read_json(args.messages)
         else:
-            content = [{"type": "image", "source": source} for source in sources] + [{"type": "text", "text": args.prompt}]
-            messages = [{"role": "user", "content": content if sources else args.prompt}]
+            blocks = [{"type": "image", "source": source} for source in sources]
+            messages = [{"role": "user", "content": [*blocks, {"type": "text", "text": args.prompt}]}]
         text, blocks = encode_messages(messages, args.thinking_mode) if not args.raw else (args.prompt, [])
         if args.messages:
             sources = [image_source(block) for block in blocks]
@@ -730,9 +745,10 @@ def _record(args: argparse.Namespace) -> int:
             layers = [i for piece in pieces for i in range(piece[0], piece[-1] + 1)]
         if args.positions:
             low, high = args.positions.split(":")
-            span = slice(*(int(s) if s else None for s in (low, high))).indices(len(prompt.tokens) + args.decode)[:2]
+            total = len(prompt.tokens) + args.decode
+            span = slice(int(low) if low else None, int(high) if high else None).indices(total)[:2]
     except ValueError:
-        raise ValueError("--layers wants numbers such as 2,5-7, --positions a range such as 1000:1100 or -128:") from None
+        raise ValueError("--layers wants numbers such as 2,5-7, --positions a range such as 90:95 or -128:") from None
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:     # started by torchrun
         if device.type == "cuda":
@@ -741,11 +757,12 @@ def _record(args: argparse.Namespace) -> int:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         group = torch.distributed.group.WORLD
     draft = args.decode > 0 and config.num_nextn_predict_layers > 0 and not args.no_draft
-    model = load_model(args.ckpt_path, exact=not args.fast, device=device, group=group, draft=draft, offload=args.offload,
-                       fake_quant=FakeQuant(**{name: name not in off for name in known}))
+    model = load_model(args.ckpt_path, exact=not args.fast, device=device, group=group, draft=draft,
+                       offload=args.offload, fake_quant=FakeQuant(**{name: name not in off for name in known}))
     given = {key: getattr(args, key) for key in ("prompt", "messages", "tokens", "image") if getattr(args, key)}
-    record(model, prompt, args.out, decode=args.decode, level=args.level, layers=layers, span=span, logits=not args.no_logits,
-           way=args.prefill, chunk_size=args.chunk_size, batch=args.batch, speculative=args.speculative,
+    record(model, prompt, args.out, decode=args.decode, level=args.level, layers=layers, span=span,
+           logits=not args.no_logits, way=args.prefill, chunk_size=args.chunk_size, batch=args.batch,
+           speculative=args.speculative,
            facts={"weights": weights_digest(args.ckpt_path), "checkpoint": str(args.ckpt_path), "input": given,
                   "command": shlex.join(["golden.py", *args.command_line])})
     if group is not None:
@@ -765,7 +782,8 @@ def _compare(args: argparse.Namespace) -> int:
     print(result_table(report.results, pretty))
     if report.local is not None:
         print("\nB against the model reading what B recorded:\n" + result_table(report.local, pretty))
-    lacking = [f"only in {which}: {len(names)} tensors, such as {names[0]}" for which, names in zip("AB", report.only) if names]
+    lacking = [f"only in {which}: {len(names)} tensors, such as {names[0]}"
+               for which, names in zip("AB", report.only) if names]
     print("\n" + "\n".join([*report.notes, *lacking, *report.verdict, "PASSED" if report.passed else "FAILED"]))
     return 0 if report.passed else 1
 
@@ -774,7 +792,8 @@ def _noise(args: argparse.Namespace) -> int:
     found = noise(Recording(args.a), args.ckpt_path, args.runs, args.rate, args.at, args.seed)
     rows = [["tensor", "max abs", "rel L2", "margin", "local max abs", "local rel L2", "local margin"]]
     for name, free in found["free"].items():
-        rows.append([name, *(f"{t[key]:.3g}" if key in t else "-" for t in (free, found["local"][name]) for key in ("max_abs", "rel_l2", "margin"))])
+        cells = [t.get(key) for t in (free, found["local"][name]) for key in ("max_abs", "rel_l2", "margin")]
+        rows.append([name, *("-" if value is None else f"{value:.3g}" for value in cells)])
     print(table(rows, sys.stdout.isatty()) + f"\n\nwritten to {manifest_path(Path(args.a))}")
     return 0
 
@@ -794,7 +813,7 @@ def main(arguments: list[str] | None = None) -> int:
     source = r.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one user message; images given with --image come before it")
     source.add_argument("--messages", metavar="FILE.json", help="a conversation")
-    source.add_argument("--tokens", metavar="FILE.json", help="token ids; with --image every image token stands for one image")
+    source.add_argument("--tokens", metavar="FILE.json", help="token ids; an image token for each --image")
     r.add_argument("--image", action="append", default=[], metavar="FILE")
     r.add_argument("--raw", action="store_true", help="--prompt is the whole prompt, without the chat format")
     r.add_argument("--thinking-mode", choices=("chat", "thinking"), default="chat")
@@ -807,7 +826,7 @@ def main(arguments: list[str] | None = None) -> int:
     r.add_argument("--no-draft", action="store_true", help="without the draft head")
     r.add_argument("--prefill", choices=("full", "bounded", "exact-replay"), default="full")
     r.add_argument("--chunk-size", type=int, default=512)
-    r.add_argument("--batch", type=int, default=1, help="rows that are computed together, of other lengths; the last is recorded")
+    r.add_argument("--batch", type=int, default=1, help="rows computed together; the last is recorded")
     r.add_argument("--speculative", action="store_true", help="decode with drafts")
     r.add_argument("--fast", action="store_true", help="float32 between rounding points instead of float64")
     r.add_argument("--fake-quant-off", metavar="NAMES", help="of " + ",".join(f.name for f in fields(FakeQuant)))
@@ -817,7 +836,7 @@ def main(arguments: list[str] | None = None) -> int:
     c.set_defaults(run=_compare)
     c.add_argument("a", metavar="A.safetensors")
     c.add_argument("b", metavar="B.safetensors")
-    c.add_argument("--ckpt-path", metavar="DIR", help="run every step again from what B recorded: tells causes from consequences")
+    c.add_argument("--ckpt-path", metavar="DIR", help="run every step from what B recorded: names causes")
     c.add_argument("--map", metavar="FILE.json", help="other names and layouts of B")
     c.add_argument("--json", action="store_true")
     c.add_argument("--plot", metavar="FILE.png")
@@ -827,7 +846,7 @@ def main(arguments: list[str] | None = None) -> int:
     n.add_argument("--ckpt-path", required=True, metavar="DIR")
     n.add_argument("--runs", type=int, default=3)
     n.add_argument("--rate", type=float, default=0.05, help="share of elements moved by one ulp at each point")
-    n.add_argument("--at", default="", metavar="REGEX", help="names of the modules whose results are moved (default: all)")
+    n.add_argument("--at", default="", metavar="REGEX", help="modules whose results are moved (default: all)")
     n.add_argument("--seed", type=int, default=0)
     s = commands.add_parser("show", help="what is in a recording")
     s.set_defaults(run=_show)

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram import Engram, EngramIndex
-from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
+from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product, cast,
                    dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
 from vision import Aligner, VisionConfig, VisionTower
 
@@ -1053,27 +1053,31 @@ class Sinkhorn(nn.Module):
     def __init__(self, config: ModelConfig, num: Numerics) -> None:
         super().__init__()
         N, self.iters, self.eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
-        # Row and column sums of a flattened matrix as products with 0/1 matrices: a third of the operations.
-        eye, ones = np.eye(N), np.ones((N, N))
-        self.register_buffer("row_sums", torch.from_numpy(np.kron(eye, ones)).to(num.arith), persistent=False)
-        self.register_buffer("column_sums", torch.from_numpy(np.kron(ones, eye)).to(num.arith), persistent=False)
-        self.register_buffer("floor", torch.from_numpy(np.full(N * N, self.eps)).to(num.arith), persistent=False)
+        # Row and column sums of a flattened matrix are products with 0/1 matrices; a constant 1 beside the matrix adds eps.
+        # That makes a step two operations, and there are 39 steps twice a layer.
+        for name, sums in (("rows", np.kron(np.eye(N), np.ones((N, N)))), ("columns", np.kron(np.ones((N, N)), np.eye(N)))):
+            step = np.pad(sums, (0, 1))
+            step[-1] = self.eps
+            step[-1, -1] = 1
+            self.register_buffer(name, torch.from_numpy(step).to(num.arith), persistent=False)             # [N N + 1, N N + 1]
         part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:                                                     # [..., N, N]
-        comb = (logits.softmax(-1) + self.eps).view(-1, self.floor.shape[0])                         # [T, N N]
-        comb = comb / torch.addmm(self.floor, comb, self.column_sums)
+        rows, columns = self.rows, self.columns
+        comb = F.pad((logits.softmax(-1) + self.eps).flatten(-2).flatten(0, -2), (0, 1), value=1.0)  # [T, N N + 1]
+        sums = torch.empty_like(comb)
+        comb.div_(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):
-            comb = comb / torch.addmm(self.floor, comb, self.row_sums)
-            comb = comb / torch.addmm(self.floor, comb, self.column_sums)
-        return comb.view(logits.shape)
+            comb.div_(torch.mm(comb, rows, out=sums))
+            comb.div_(torch.mm(comb, columns, out=sums))
+        return comb[:, :-1].view(logits.shape)
 
 
 def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
     (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
-    arith, N = sinkhorn.floor.dtype, x.shape[-2]
+    arith, N = sinkhorn.rows.dtype, x.shape[-2]
     x = x.flatten(-2).to(arith)
     rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps
     mix = F.linear(x, fn.to(arith)) * rms.rsqrt()                                                    # [B, S, (2 + N) N]

@@ -85,9 +85,17 @@ class Ranks:
         return torch.cat(parts, -1)
 
 
+_CASTS = {torch.float64: Tensor.double, torch.float32: Tensor.float, torch.bfloat16: Tensor.bfloat16}
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype) at half its cost, which counts when a token is thousands of small operations."""
+    return x if x.dtype == dtype else _CASTS[dtype](x)
+
+
 def to_bf16(x: Tensor) -> Tensor:
     """Round to bfloat16. A float64 result goes through float32: rounding it directly changes most arrays."""
-    return (x.to(torch.float32) if x.dtype == torch.float64 else x).to(torch.bfloat16)
+    return x.float().bfloat16()
 
 
 # ------------------------------------------------------------------------------------------------------ block formats
@@ -148,7 +156,7 @@ def decode_e2m1(codes: Tensor, pairs: Tensor) -> Tensor:
 def decode_e4m3(codes: Tensor) -> Tensor:
     """float32 values of E4M3 codes (uint8 or float8_e4m3fn, finite), shape kept."""
     if codes.is_cuda or codes.numel() < 4096:
-        return codes.view(torch.float8_e4m3fn).to(torch.float32)
+        return codes.view(torch.float8_e4m3fn).float()
     # The library's cast is slow on CPUs. Sign, four exponent bits and three mantissa bits shifted into float32's places;
     # 2**120 mends the bias, also for subnormals.
     bits = (codes.view(torch.int8).int() << 20) & -0x78100000  # 0x87F00000 as int32
@@ -157,11 +165,11 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
 def decode_e8m0(codes: Tensor) -> Tensor:
     """float32 powers of two of E8M0 codes (uint8 or float8_e8m0fnu), shape kept."""
-    return codes.view(torch.float8_e8m0fnu).to(torch.float32)
+    return codes.view(torch.float8_e8m0fnu).float()
 
 
 def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    blocks = x.to(torch.float32).unflatten(-1, (-1, fmt.block))                        # [..., n/block, block]
+    blocks = x.float().unflatten(-1, (-1, fmt.block))                                  # [..., n/block, block]
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(fmt.floor)                    # [..., n/block, 1]
     if fmt.scale == "e8m0":
         return blocks, ceil_pow2(amax * _RECIPROCAL[fmt.largest])
@@ -193,12 +201,12 @@ def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dty
 
     `pairs` is `e2m1_pairs(dtype, device)`, for callers that keep it; it is made when absent.
     """
-    s = (decode_e8m0(scales) if fmt.scale == "e8m0" else decode_e4m3(scales)).to(dtype).unsqueeze(-1)
+    s = cast(decode_e8m0(scales) if fmt.scale == "e8m0" else decode_e4m3(scales), dtype).unsqueeze(-1)
     if fmt.element == "e4m3":
-        values = decode_e4m3(codes).to(dtype)
+        values = cast(decode_e4m3(codes), dtype)
     else:
         values = decode_e2m1(codes, e2m1_pairs(dtype, codes.device) if pairs is None else pairs)
-    return (values.unflatten(-1, (-1, fmt.block)) * s).flatten(-2)
+    return values.unflatten(-1, (-1, fmt.block)).mul_(s).flatten(-2)     # in place: the values are new
 
 
 def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -206,7 +214,7 @@ def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat
     if fmt.element == "e4m3":  # the same without the detour through packed bytes
         blocks, scale = _block_scales(x, fmt)
         # amax / scale <= 448 by construction, so the clamp of the definition has nothing to do here
-        return (decode_e4m3((blocks / scale).to(torch.float8_e4m3fn)) * scale).to(dtype).flatten(-2)
+        return cast(decode_e4m3((blocks / scale).to(torch.float8_e4m3fn)).mul_(scale), dtype).flatten(-2)
     codes, scales = quantise(x, fmt)
     return dequantise(codes, scales, fmt, dtype)
 
@@ -228,7 +236,7 @@ class RowCodec:
     def unpack(self, rows: Tensor) -> Tensor:
         """uint8 [..., bytes] -> [..., width] in the operand dtype, exactly what was stored."""
         if self.fmt is None:
-            return rows.contiguous().view(torch.bfloat16).to(self.operand)
+            return cast(rows.contiguous().view(torch.bfloat16), self.operand)
         n = self.fmt.code_bytes(self.width)
         return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand, self.pairs)
 
@@ -240,14 +248,14 @@ def product(x: Tensor, weight: Tensor, arith: torch.dtype) -> Tensor:
     if arith == torch.float32 and x.is_cuda and weight.dtype == torch.bfloat16:
         y = torch.mm(x.flatten(0, -2).to(torch.bfloat16), weight.T, out_dtype=torch.float32)
         return y.view(*x.shape[:-1], -1)
-    return F.linear(x.to(arith), weight.to(arith))
+    return F.linear(cast(x, arith), cast(weight, arith))
 
 
 def batched_product(a: Tensor, b: Tensor, num: Numerics) -> Tensor:
     """a [n, m, K] @ b [n, K, p] of bfloat16-valued operands, accumulated and returned in the arithmetic dtype."""
     if a.is_cuda and not num.exact:
-        return torch.bmm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
-    return torch.bmm(a.to(num.arith), b.to(num.arith))
+        return torch.bmm(cast(a, torch.bfloat16), cast(b, torch.bfloat16), out_dtype=torch.float32)
+    return torch.bmm(cast(a, num.arith), cast(b, num.arith))
 
 
 def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -287,15 +295,22 @@ class Linear(nn.Module):
             scale = torch.empty(-(-out_features // 32), in_features // 32, dtype=torch.float8_e8m0fnu)
             self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=torch.bfloat16), requires_grad=False) if bias else None
-        self.register_buffer("dense", None, persistent=False)
+        self.biased = bias
+        # A plain attribute: no part of the state, and quicker to reach than a parameter.
+        self.dense: Tensor | None = None
 
     def prepare(self) -> None:
         """Dequantise once, after loading: every value is exact in bfloat16, so this changes nothing but the time."""
-        if self.weight.is_meta:
-            return
-        dense = torch.bfloat16 if self.num.exact else self.num.operand(self.weight.device)
-        if self.weight.dtype != dense:
-            self.dense = self.dense_weight(dense)
+        if not self.weight.is_meta:
+            dtype = torch.bfloat16 if self.num.exact else self.num.operand(self.weight.device)
+            self.dense = None
+            self.dense = self.weight.detach() if self.weight.dtype == dtype else self.dense_weight(dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        super()._apply(fn, recurse)
+        if self.dense is not None:
+            self.prepare()                                   # moved to a device of another operand dtype, perhaps
+        return self
 
     def dense_weight(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The weight, or some rows of it from a multiple of 32 on, dense: in the dtype of `prepare` or else in this one."""
@@ -312,16 +327,19 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, quantised: bool = False) -> Tensor:                              # [..., K] -> [..., N]
         x = x if quantised else self.quantise_input(x)
-        dtype, (n, k) = self.num.operand(x.device), self.weight.shape
-        ready = dtype == (self.weight if self.dense is None else self.dense).dtype
-        step = n if ready else max(1, WEIGHT_BLOCK // (32 * k)) * 32      # rows converted at a time, if they have to be
-        parts = [product(x, self.dense_weight(dtype, slice(i, min(i + step, n))), self.num.arith) for i in range(0, n, step)]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if self.bias is not None:
+        dense, dtype = self.dense, self.num.operand(x.device)
+        if dense is not None and dense.dtype == dtype:
+            y = product(x, dense, self.num.arith)
+        else:                                                # some rows at a time: a float64 copy of the head is 5 GB
+            n, k = self.weight.shape
+            step = max(1, WEIGHT_BLOCK // (32 * k)) * 32
+            y = torch.cat([product(x, self.dense_weight(dtype, slice(i, min(i + step, n))), self.num.arith)
+                           for i in range(0, n, step)], -1)
+        if self.biased:
             y = y + self.bias.to(y.dtype)
         if self.reduce is not None:
             y = self.reduce.sum(y)
-        return y if self.out_dtype is None else to_bf16(y) if self.out_dtype == torch.bfloat16 else y.to(self.out_dtype)
+        return to_bf16(y) if self.out_dtype == torch.bfloat16 else y if self.out_dtype is None else cast(y, self.out_dtype)
 
 
 class RMSNorm(nn.Module):
@@ -333,5 +351,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:                                                       # [..., width], bf16
-        x = x.to(self.num.arith)
-        return to_bf16(F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps))
+        arith = self.num.arith
+        x, weight = cast(x, arith), cast(self.weight, arith)
+        if x.is_cuda:
+            return to_bf16(F.rms_norm(x, x.shape[-1:], weight, self.eps))
+        # the same by hand: on CPUs the library's takes three times as long for a token
+        mean = torch.linalg.vecdot(x, x).unsqueeze(-1) / x.shape[-1]
+        return to_bf16(x * (mean + self.eps).rsqrt() * weight)

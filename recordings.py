@@ -59,11 +59,11 @@ BEFORE = {"tokens": "tokens", "prompt_length": "tokens", "positions": "tokens",
           "image.features": "aligner"}
 AFTER = {"final_hidden": "streams read with the last pre; norm", "logits": "language-model head",
          "dspark.main_hidden": "DSpark: mean over the streams at the entry of the target layers",
-         "dspark.logits": "DSpark: main_proj, draft layers, head, Markov bias", "dspark.tokens": "DSpark: greedy drafts",
-         "dspark.confidence": "DSpark: confidence head"}
+         "dspark.logits": "DSpark: main_proj, draft layers, head, Markov bias",
+         "dspark.tokens": "DSpark: greedy drafts", "dspark.confidence": "DSpark: confidence head"}
 BOOKKEEPING = {"tokens", "prompt_length", "positions"}
 SETS = ("topk", "candidates")                                  # rows of ids, ascending, -1 empty: compared as sets
-MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}   # their gaps at the cut
+MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}     # gaps at the cut
 FLOAT32 = ("pre_mix", "route_weights")    # unrounded, so their last float32 digit is not pinned down
 
 
@@ -94,9 +94,9 @@ def _size(value: int | str, config: dict[str, Any]) -> int:
 
 
 def transform(x: Tensor, steps: list[list[Any]], config: dict[str, Any]) -> Tensor:
-    """The named transforms of a --map rule, in order. Sizes may be written as names of the configuration ("hidden_size").
+    """The named transforms of a --map rule, in order. Sizes may be names of the configuration ("hidden_size").
 
-    ["reshape", sizes...]  ["transpose", axes...]  ["slice", axis, start, stop]  ["squeeze"] (axes of size 1 at the front)
+    ["reshape", sizes...]  ["transpose", axes...]  ["slice", axis, start, stop]  ["squeeze"] (leading axes of size 1)
     ["view", "BF16"] (same bits, another type)     ["add", n] (to ids >= 0)
     ["blocks"]  a mask bool [P, rows] of compressed rows -> ids [P, candidate_topk_blocks] of the blocks with any
     """
@@ -145,21 +145,22 @@ class Recording:
         if mapping is not None:
             self._map(stored, read_json(mapping), mapping)
         self._kept: tuple[str, Tensor] | None = None
-        n = self.shape("tokens")[0] if "tokens" in self.sources else len(like.tokens) if like is not None else 0
-        self.tokens = self.rows("tokens", 0, n).flatten() if "tokens" in self.sources else like.tokens if like is not None else None
-        if self.tokens is None:
-            raise ValueError(f"{path} holds no tokens: it is not a recording")
-        given = "prompt_length" in self.sources
-        self.prompt = int(self.rows("prompt_length", 0, 1)[0]) if given else like.prompt if like is not None else len(self.tokens)
-        positions = self.rows("positions", 0, self.shape("positions")[0]) if "positions" in self.sources else torch.arange(n)
-        self.span = int(positions[0]), int(positions[-1]) + 1
+        no_tokens = torch.zeros(0, dtype=torch.int64) if like is None else like.tokens
+        self.tokens = self.all("tokens").flatten() if "tokens" in self.sources else no_tokens
+        if "prompt_length" in self.sources:
+            self.prompt = int(self.all("prompt_length")[0])
+        else:
+            self.prompt = len(self.tokens) if like is None else like.prompt
+        self.span = 0, len(self.tokens)      # the positions that the arrays have
+        if "positions" in self.sources:
+            self.span = int(self.all("positions")[0]), int(self.all("positions")[-1]) + 1
 
     def _map(self, stored: list[str], mapping: dict[str, Any], path: str | Path) -> None:
         self.sources = {}
         try:
             rules = [(re.compile(rule["from"]), rule) for rule in mapping["rules"]]
         except (KeyError, TypeError, re.error) as error:
-            raise ValueError(f"{path} is not a map: it needs rules with a regular expression `from`: {error!r}") from None
+            raise ValueError(f"{path} is not a map, which needs rules with a regular expression `from`: {error!r}") from None
         natural = sorted(stored, key=lambda name: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", name)])
         for name in natural:      # several tensors with one name, such as one for each step, are joined in this order
             rule = next(((m, rule) for pattern, rule in rules if (m := pattern.fullmatch(name))), None)
@@ -178,7 +179,8 @@ class Recording:
                 pieces = [transform(self.file.get_tensor(part), rule.get("do", []), self.config) for part in parts]
                 self._kept = name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             except (RuntimeError, IndexError, TypeError) as error:
-                raise ValueError(f"{self.path}: {parts[0]} cannot be read as {name}: {str(error).splitlines()[0]}") from None
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{self.path}: {parts[0]} cannot be read as {name}: {reason}") from None
         return self._kept[1]
 
     def shape(self, name: str) -> list[int]:
@@ -188,6 +190,9 @@ class Recording:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         parts, rule = self.sources[name]
         return self._tensor(name)[start:stop] if rule or len(parts) > 1 else self.file.get_slice(name)[start:stop]
+
+    def all(self, name: str) -> Tensor:
+        return self.rows(name, 0, self.shape(name)[0])
 
     def unit(self, name: str) -> int:
         """What the rows of an array are: 0 something else, -1 decode steps, m > 0 groups of m positions."""
@@ -203,7 +208,10 @@ class Recording:
         of the prompt and the decoded ones), "decode" or "last"."""
         rows, unit = self.sources[name][1].get("rows"), self.unit(name)
         if rows is not None:
-            return rows if isinstance(rows, int) else {"prompt": 0, "sampled": self.prompt - 1, "decode": self.prompt}.get(rows, len(self.tokens) - 1)
+            words = {"prompt": 0, "sampled": self.prompt - 1, "decode": self.prompt, "last": len(self.tokens) - 1}
+            if not isinstance(rows, int) and rows not in words:
+                raise ValueError(f"a map's rows are a number or one of {', '.join(words)}, not {rows!r}")
+            return words.get(rows, rows)
         if unit == 0 or name in ("tokens", "image.token_types"):
             return 0
         return max(self.span[0] - self.prompt, 0) if unit < 0 else self.span[0] // unit
@@ -257,16 +265,16 @@ class Result:
 
     def json(self) -> dict[str, Any]:
         return {"name": self.name, "shape": self.shape, "status": self.status, "first_position": self.first,
-                "positions": len(self.positions), "max_abs": self.max_abs, "rel_l2": self.rel_l2, "bf16_equal": self.same,
-                "bf16_ulps": self.ulps, "not_finite": self.unreal, "margin": self.margin, "hints": self.hints,
-                "mechanism": mechanism(self.name)}
+                "positions": len(self.positions), "max_abs": self.max_abs, "rel_l2": self.rel_l2,
+                "bf16_equal": self.same, "bf16_ulps": self.ulps, "not_finite": self.unreal, "margin": self.margin,
+                "hints": self.hints, "mechanism": mechanism(self.name)}
 
 
 def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: dict[str, float]) -> Result | None:
     """Compare one array over the positions that both hold, before position `stop`; None when there are none.
 
-    Values: equal bits, or max_abs and rel_l2 within `tolerance`. Ids: equal sets, or sets that differ only where the gap
-    at A's cut is at most the tolerance's margin; 0 is a tie. ValueError when rows have different shapes.
+    Values: equal bits, or max_abs and rel_l2 within `tolerance`. Ids: equal sets, or sets that differ only where the
+    gap at A's cut is at most the tolerance's margin; 0 is a tie. ValueError when rows have different shapes.
     """
     kind, unit, shape = name.rpartition(".")[2], a.unit(name), a.shape(name)
     # a draft step begins with the token after its position
@@ -287,7 +295,8 @@ def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: d
         if kind in MARGINS:
             x, y = _as_sets(x, y)
         if x.shape != y.shape:
-            raise ValueError(f"{name} has rows {list(x.shape[1:])} in A and {list(y.shape[1:])} in B: a --map can tell their layout")
+            raise ValueError(f"{name} has rows {list(x.shape[1:])} in A and {list(y.shape[1:])} in B: a --map can tell "
+                             f"their layout")
         if x.dtype.is_floating_point:
             y = y.to(x.dtype)
             u, v = x.double(), y.double()
@@ -318,7 +327,7 @@ def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: d
             if kind == "candidates" and not (y == newest)[wrong].any():
                 hints.add("B lacks the newest block")
         if name == "dspark.tokens" and wrong.any() and (row := a.between("dspark.logits", *block)) is not None:
-            at = (~equal[wrong]).int().argmax(-1, keepdim=True)          # what follows the first other draft is another story
+            at = (~equal[wrong]).int().argmax(-1, keepdim=True)     # drafts after the first other one are another story
             logits = row[1][wrong].gather(1, (at - 1).clamp_min(0).unsqueeze(-1).expand(-1, -1, row[1].shape[-1]))[:, 0]
             margins += (logits.amax(-1) - logits.gather(-1, y[wrong].gather(1, at))[:, 0]).tolist()
     position = {0: lambda i: -1 + 0 * i, -1: lambda i: i + a.prompt}.get(unit, lambda i: (i + 1) * unit - 1)
@@ -339,7 +348,8 @@ EMPTY = 1 << 40
 def _as_sets(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Ids in ascending order, both as wide as the wider one; EMPTY at the end."""
     width = max(x.shape[-1], y.shape[-1])
-    return tuple(F.pad(torch.where(t < 0, EMPTY, t.long()).sort(-1).values, (0, width - t.shape[-1]), value=EMPTY) for t in (x, y))
+    x, y = (torch.where(t < 0, EMPTY, t.long()).sort(-1).values for t in (x, y))
+    return tuple(F.pad(t, (0, width - t.shape[-1]), value=EMPTY) for t in (x, y))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -408,9 +418,10 @@ class Report:
     only: tuple[list[str], list[str]]
 
     def json(self) -> dict[str, Any]:
-        return {"passed": self.passed, "verdict": self.verdict, "notes": self.notes, "causes": [r.json() for r in self.causes],
-                "tensors": [r.json() for r in self.results], "local": self.local and [r.json() for r in self.local],
-                "only_in_a": self.only[0], "only_in_b": self.only[1]}
+        return {"passed": self.passed, "verdict": self.verdict, "notes": self.notes,
+                "causes": [r.json() for r in self.causes], "tensors": [r.json() for r in self.results],
+                "local": self.local and [r.json() for r in self.local], "only_in_a": self.only[0],
+                "only_in_b": self.only[1]}
 
 
 def compare(a: Recording, b: Recording, again: Recording | None = None) -> Report:
@@ -420,42 +431,45 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
     position than all causes before it. With it, the steps that disagree there are the causes, and they alone decide
     whether B passes. ValueError when the prompts differ or nothing can be compared.
     """
+    if not len(a.tokens):
+        raise ValueError(f"{a.path} holds no tokens: it is not a recording")
     n = min(len(a.tokens), len(b.tokens))
     apart = (a.tokens[:n] != b.tokens[:n]).nonzero().flatten().tolist()
     if a.prompt != b.prompt or apart and apart[0] < a.prompt:
         raise ValueError(f"{a.path} and {b.path} are recordings of different prompts")
+    stop = apart[0] if apart else n
     tolerances = a.manifest.get("tolerances") or {"free": {}, "local": {}}
-    free, stop, notes, excused = tolerances["free"], apart[0] if apart else n, [], not apart
-    if apart:
-        ours, theirs = int(a.tokens[stop]), int(b.tokens[stop])
-        logits = a.between("logits", stop - 1, stop)
-        gap = None if logits is None else float(logits[1][0, ours] - logits[1][0, theirs])
-        excused = gap is not None and gap <= 2 * free.get("logits", {}).get("max_abs", 0.0)
-        notes.append(f"tokens: at position {stop} A chose {ours} and B {theirs}" + ("" if gap is None else f", {gap:.6g} apart in A's "
-                     f"logits, {'within the noise' if excused else 'more than noise'}") + "; compared up to there")
+    notes, excused = _another_token(a, b, stop, tolerances["free"]) if apart else ([], True)
     for key in ("weights", "numerics", "fake_quant", "prefill"):
         if key in a.manifest and key in b.manifest and a.manifest[key] != b.manifest[key]:
             notes.append(f"{key}: {a.manifest[key]} in A, {b.manifest[key]} in B")
     if b.ignored:
         notes.append(f"{len(b.ignored)} tensors of B fit no rule of the map, such as {b.ignored[0]}")
-    names = sorted((set(a.sources) & set(b.sources)) - BOOKKEEPING, key=order)
+
+    def compare_all(x: Recording, stop: int, tolerances: dict[str, Any]) -> list[Result]:
+        names = sorted((set(x.sources) & set(b.sources)) - BOOKKEEPING, key=order)
+        found = (compare_array(name, x, b, stop, tolerances.get(name, {})) for name in names)
+        return [r for r in found if r is not None]
+
     only = tuple(sorted(set(x.sources) - set(y.sources) - BOOKKEEPING, key=order) for x, y in ((a, b), (b, a)))
-    results = [r for name in names if (r := compare_array(name, a, b, stop, free.get(name, {})))]
+    results = compare_all(a, stop, tolerances["free"])
     if not results:
-        raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; B has {', '.join(list(b.sources)[:5])}")
+        raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; B has "
+                         f"{', '.join(list(b.sources)[:5])}")
     differing = [r for r in results if r.differs]
     if again is None:
-        causes: list[Result] = []
+        local, causes = None, []
         for r in differing:
             if not any(cause.first <= r.first for cause in causes):
                 causes.append(r)
         passed = excused and all(r.status != "DIFFERENT" for r in results)
-        verdict = [("first difference: " if r is causes[0] else "differs at earlier positions, so by itself: ") + describe(r) for r in causes]
+        verdict = [f"first difference: {describe(r)}" for r in causes[:1]]
+        verdict += [f"differs at earlier positions, so by itself: {describe(r)}" for r in causes[1:]]
         if len(differing) > len(causes):
-            verdict.append(f"{len(differing) - len(causes)} other tensors differ from these positions on: they may all be consequences")
-        local = None
+            verdict.append(f"{len(differing) - len(causes)} other tensors differ from these positions on: they may all be "
+                           f"consequences")
     else:
-        local = [r for name in sorted((set(again.sources) & set(b.sources)) - BOOKKEEPING, key=order) if (r := compare_array(name, again, b, len(b.tokens), tolerances["local"].get(name, {})))]
+        local = compare_all(again, len(b.tokens), tolerances["local"])
         causes = _without_followers([r for r in local if r.differs])
         passed = all(r.status != "DIFFERENT" for r in causes)
         verdict = []
@@ -468,8 +482,20 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
                            + ("are consequences" if causes else "come from rounding within the tolerances"))
     if not differing and not apart:
         bits = sum(r.status == "equal" for r in results)
-        verdict.insert(0, f"equal: {bits} of {len(results)} tensors bit for bit" + (", the others within tolerance" if bits < len(results) else ""))
+        close = ", the others within tolerance" if bits < len(results) else ""
+        verdict.insert(0, f"equal: {bits} of {len(results)} tensors bit for bit{close}")
     return Report(results, verdict, passed, notes, causes, local, only)
+
+
+def _another_token(a: Recording, b: Recording, at: int, tolerances: dict[str, Any]) -> tuple[list[str], bool]:
+    """A note about the first token that B chose otherwise, and whether noise may have done it."""
+    ours, theirs = int(a.tokens[at]), int(b.tokens[at])
+    note, logits, excused = f"tokens: at position {at} A chose {ours} and B {theirs}", a.between("logits", at - 1, at), False
+    if logits is not None:
+        gap = float(logits[1][0, ours] - logits[1][0, theirs])
+        excused = gap <= 2 * tolerances.get("logits", {}).get("max_abs", 0.0)
+        note += f", {gap:.6g} apart in A's logits, {'within the' if excused else 'more than'} noise"
+    return [note + "; compared up to there"], excused
 
 
 # A wrong step makes these wrong too, since what it gave inside the model was not replaced by what B recorded.
@@ -503,8 +529,9 @@ def describe(r: Result) -> str:
     if r.status == "tie":
         parts.append("a tie: the scores at the cut are equal")
     elif r.margin is not None:
-        parts.append(f"{'within the noise' if r.status == 'near tie' else 'no tie'}: up to {r.margin:.3g} between the scores at the cut"
-                     if r.margin < np.inf else "no tie: there was nothing to choose")
+        word = "within the noise" if r.status == "near tie" else "no tie"
+        parts.append(f"{word}: up to {r.margin:.3g} between the scores at the cut" if r.margin < np.inf else
+                     "no tie: there was nothing to choose")
     return f"{r.name} ({'; '.join(parts)}) <- {mechanism(r.name)}" if parts else f"{r.name} <- {mechanism(r.name)}"
 
 
@@ -512,10 +539,11 @@ def table(rows: list[list[str]], pretty: bool) -> str:
     """Columns under a header; lines and colours where someone looks at it."""
     widths = [max(len(row[j]) for row in rows) for j in range(len(rows[0]))]
     bar, rule = (" │ ", "─") if pretty else ("  ", "")
-    lines = [bar.join(cell.ljust(w) if j == 0 else cell.rjust(w) for j, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    lines = [bar.join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]) for row in rows]
     if pretty:
         colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
-        lines = [f"\x1b[{colour[row[-1]]}m{line}\x1b[0m" if row[-1] in colour else line for row, line in zip(rows, lines)]
+        codes = [colour.get(row[-1]) for row in rows]
+        lines = [line if code is None else f"\x1b[{code}m{line}\x1b[0m" for code, line in zip(codes, lines)]
         lines.insert(1, "─┼─".join(rule * w for w in widths))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -524,8 +552,9 @@ def result_table(results: list[Result], pretty: bool) -> str:
     rows = [["tensor", "shape", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
     for r in results:
         real = r.name.rpartition(".")[2] not in MARGINS
-        rows.append([r.name, "x".join(map(str, r.shape)), f"{r.max_abs:.3g}" if real else "-", f"{r.rel_l2:.2e}" if real else "-",
-                     f"{r.same:.3%}", str(r.ulps) if real else "-", str(r.unreal or "-"), "-" if r.first is None else str(r.first), r.status])
+        values = [f"{r.max_abs:.3g}", f"{r.rel_l2:.2e}", f"{r.same:.3%}", str(r.ulps)] if real else ["-", "-", f"{r.same:.3%}", "-"]
+        first = "-" if r.first is None else str(r.first)
+        rows.append([r.name, "x".join(map(str, r.shape)), *values, str(r.unreal or "-"), first, r.status])
     return table(rows, pretty)
 
 
@@ -538,7 +567,8 @@ def plot(report: Report, path: str) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     by_layer, by_position = figure.subplots(2, 1)
     for kind in ("input", "attn_out", "ffn_out", "output"):
-        found = [(int(r.name.split(".")[1]), r.rel_l2) for r in report.results if re.fullmatch(rf"layers\.\d+\.{kind}", r.name)]
+        layers = [r for r in report.results if re.fullmatch(rf"layers\.\d+\.{kind}", r.name)]
+        found = [(int(r.name.split(".")[1]), r.rel_l2) for r in layers]
         if found:
             by_layer.plot(*zip(*found), marker="o", label=kind)
     for r in [r for r in report.results if r.name == "logits" or r.name.endswith(".output")][-4:]:
@@ -554,12 +584,18 @@ def plot(report: Report, path: str) -> None:
 def show(a: Recording, pretty: bool) -> str:
     m, rows = a.manifest, [["tensor", "type", "shape", "least", "largest", "mean", "rms", "NaN"]]
     facts = ("numerics", "prefill", "level", "positions", "device", "versions", "weights", "command")
-    lines = [f"{a.path}: {len(a.tokens)} tokens, {a.prompt} of them the prompt"] + [f"  {key}: {m[key]}" for key in facts if m.get(key)]
+    lines = [f"{a.path}: {len(a.tokens)} tokens, {a.prompt} of them the prompt"]
+    lines += [f"  {key}: {m[key]}" for key in facts if m.get(key)]
     for name in sorted(a.sources, key=order):
-        x = a.rows(name, 0, min(a.shape(name)[0], max(1, BLOCK // max(1, int(np.prod(a.shape(name)[1:]))))))
-        y = x.double()[~x.isnan()] if x.dtype.is_floating_point else x.double().flatten()
-        stats = [f"{f(y):.4g}" for f in (torch.min, torch.max, torch.mean, lambda t: t.square().mean().sqrt())] if y.numel() else ["-"] * 4
-        rows.append([name, str(x.dtype).removeprefix("torch."), "x".join(map(str, a.shape(name))), *stats, str(x.numel() - y.numel() or "-")])
+        shape = a.shape(name)
+        x = a.rows(name, 0, min(shape[0], max(1, BLOCK // max(1, int(np.prod(shape[1:]))))))     # the first rows will do
+        y = x.double().flatten()
+        y = y[~y.isnan()]
+        stats = ["-"] * 4
+        if y.numel():
+            stats = [f"{float(t):.4g}" for t in (y.min(), y.max(), y.mean(), y.square().mean().sqrt())]
+        kind = str(x.dtype).removeprefix("torch.")
+        rows.append([name, kind, "x".join(map(str, shape)), *stats, str(x.numel() - y.numel() or "-")])
     return "\n".join(lines) + "\n\n" + table(rows, pretty)
 
 
@@ -568,18 +604,18 @@ def selection_map(a: Recording, layer: int, picture: str | None) -> str:
     name = f"layers.{layer}.topk"
     if name not in a:
         raise ValueError(f"{a.path} holds no {name}: only index sources select rows, the layers after one reuse them")
-    ids = a.rows(name, 0, a.shape(name)[0]).long()
-    n = int(ids.max()) + 1
+    ids = a.all(name).long()
+    n, first = max(int(ids.max()) + 1, 1), a.first(name)
     high, wide = (1024, 1024) if picture else (40, 100)
-    grid = torch.zeros(min(high, len(ids)), min(wide, max(n, 1)))
+    grid = torch.zeros(min(high, len(ids)), min(wide, n))
     at, chosen = torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)[ids >= 0], ids[ids >= 0]
-    grid.index_put_((at * len(grid) // len(ids), chosen * grid.shape[1] // max(n, 1)), torch.ones(len(at)), accumulate=True)
-    cell = len(ids) / len(grid) * max(n, 1) / grid.shape[1]
+    place = at * len(grid) // len(ids), chosen * grid.shape[1] // n
+    grid.index_put_(place, torch.ones(len(at)), accumulate=True)
+    grid = (grid / (len(ids) / len(grid) * n / grid.shape[1])).clamp_max(1)          # share of a cell that is selected
     if picture:
         from PIL import Image
-        Image.fromarray(((1 - (grid / cell).clamp_max(1)) * 255).to(torch.uint8).numpy()).save(picture)
+        Image.fromarray(((1 - grid) * 255).to(torch.uint8).numpy()).save(picture)
         return f"{picture}: {len(ids)} positions downwards, {n} compressed rows to the right"
-    shades = " .:-=+*#%@"
-    lines = ["".join(shades[min(9, int(np.ceil(v / cell * 9)))] for v in row.tolist()) for row in grid]
-    first = a.first(name)
-    return "\n".join([f"{name}: positions {first} to {first + len(ids) - 1} downwards, rows 0 to {n - 1} to the right", *lines])
+    lines = ["".join(" .:-=+*#%@"[int(np.ceil(v * 9))] for v in row) for row in grid.tolist()]
+    return "\n".join([f"{name}: positions {first} to {first + len(ids) - 1} downwards, rows 0 to {n - 1} to the right",
+                      *lines])

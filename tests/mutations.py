@@ -112,7 +112,7 @@ MUTATIONS = [
       "equal.cumsum(-1) <= missing", "equal.flip(-1).cumsum(-1).flip(-1) <= missing"),
     m("newest block not pinned", "model.py", MECHANISM + "case_12_the_newest_block_stays_in_the_pool_and_confines_later_sources",
       "blocks.masked_fill(pinned, torch.inf)", "blocks"),
-    m("candidate mask dropped", "model.py", GOLDEN, "pooled = plan.uses_pool and", "pooled = False and"),
+    m("candidate mask dropped", "model.py", GOLDEN, "confined = plan.uses_pool and", "confined = False and"),
     m("selection of the source before reused", "model.py", GOLDEN,
       "given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)",
       "given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool) if plan.mode == 'full' else given"),

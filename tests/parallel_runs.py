@@ -2,9 +2,9 @@
 any device, which is what the tests of tensor parallelism and of CUDA compare. Also: starting the ranks."""
 from __future__ import annotations
 
+import json
 import os
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from convert import load_model
 from dspark import Sampler, SpeculativeDecoder
+from engram import engram_primes
 from golden_data import same_bits
 from model import ImageTokens, Transformer
 
@@ -69,9 +70,14 @@ def image_of(model: Transformer) -> tuple[ImageTokens, Tensor]:
     return ImageTokens(types, features), tokens
 
 
-def all_runs(model: Transformer, prompt: int = 97) -> dict[str, Tensor]:
-    """Chunks and greedy decoding with drafts, a ragged batch, ties, an image, bounded prefill, sampled speculation."""
+RUNS = ("text", "ragged", "ties", "image", "bounded", "sampled")
+
+
+def all_runs(model: Transformer, prompt: int = 97, runs: tuple[str, ...] = RUNS) -> dict[str, Tensor]:
+    """Chunks and greedy decoding with drafts, a ragged batch, ties, an image, bounded prefill, sampled speculation; those
+    of them that this model can do."""
     watch, out = Watch(model), {}
+    rows = tokens_of(model, 3 * 70, 2).view(3, 70)
 
     def finish(run: str, cache: Any, **more: Tensor) -> None:
         nonlocal out
@@ -87,35 +93,39 @@ def all_runs(model: Transformer, prompt: int = 97) -> dict[str, Tensor]:
             at += n
         return cache, torch.cat(logits)
 
-    cache, logits = feed("text", tokens_of(model, prompt, 1), [37, 1, prompt - 38])
-    chosen, drafts = [logits[-1].argmax()], []
-    for _ in range(3):
-        if model.mtp is not None:
-            drafts.append(model.mtp.draft(model, chosen[-1].view(1), cache))
-        chosen.append(model(chosen[-1].view(1, 1), cache).logits[0, -1].argmax())
-    arrays = {f"draft_{name}.{i}": getattr(d, name) for i, d in enumerate(drafts) for name in ("ids", "logits", "confidence")}
-    finish("text", cache, logits=logits, chosen=torch.stack(chosen), **arrays)
+    if "text" in runs:
+        cache, logits = feed("text", tokens_of(model, prompt, 1), [37, 1, prompt - 38])
+        chosen, drafts = [logits[-1].argmax()], []
+        for _ in range(3):
+            if model.mtp is not None:
+                drafts.append(model.mtp.draft(model, chosen[-1].view(1), cache))
+            chosen.append(model(chosen[-1].view(1, 1), cache).logits[0, -1].argmax())
+        arrays = {f"draft_{name}.{i}": getattr(d, name) for i, d in enumerate(drafts) for name in ("ids", "logits", "confidence")}
+        finish("text", cache, logits=logits, chosen=torch.stack(chosen), **arrays)
 
-    cache, rows = model.new_cache(3), tokens_of(model, 3 * 70, 2).view(3, 70)
-    parts = [model(rows[:, :64], cache, [3, 64, 31]).logits, model(rows[:, 64:], cache, [1, 0, 6]).logits]
-    held = [parts[0][b, :n] for b, n in enumerate([3, 64, 31])] + [parts[1][b, :n] for b, n in enumerate([1, 0, 6])]
-    watch.kept.clear()          # padded positions mean nothing
-    finish("ragged", cache, logits=torch.cat(held))
+    if "ragged" in runs:
+        cache = model.new_cache(3)
+        parts = [model(rows[:, :64], cache, [3, 64, 31]).logits, model(rows[:, 64:], cache, [1, 0, 6]).logits]
+        held = [parts[0][b, :n] for b, n in enumerate([3, 64, 31])] + [parts[1][b, :n] for b, n in enumerate([1, 0, 6])]
+        watch.kept.clear()          # padded positions mean nothing
+        finish("ragged", cache, logits=torch.cat(held))
 
-    cache, logits = feed("ties", tokens_of(model, prompt + 60, 3, ids=6), [prompt + 60])
-    finish("ties", cache, logits=logits)
+    if "ties" in runs:
+        cache, logits = feed("ties", tokens_of(model, prompt + 60, 3, ids=6), [prompt + 60])
+        finish("ties", cache, logits=logits)
 
-    if model.config.vision_config is not None:
+    if "image" in runs and model.config.vision_config is not None:
         images, tokens = image_of(model)
         cache, logits = feed("image", tokens, [25, 35], images)
         finish("image", cache, logits=logits, features=images.features)
 
-    if model.config.decoder_start is not None and min(model.config.dspark_target_layer_ids, default=99) >= model.config.decoder_start:
+    start = model.config.decoder_start
+    if "bounded" in runs and start is not None and min(model.config.dspark_target_layer_ids, default=start) >= start:
         cache = model.new_cache()
         logits = model.prefill(tokens_of(model, prompt, 1)[None], cache, "bounded", chunk_size=40).logits
         finish("bounded", cache, logits=logits)
 
-    if model.mtp is not None:
+    if "sampled" in runs and model.mtp is not None:
         cache = model.new_cache(2)
         logits = model(rows[:2, :20], cache, logits="last").logits
         decoder = SpeculativeDecoder(model, Sampler(1.0, 0.95, seed=7))
@@ -144,6 +154,26 @@ def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor], across_devic
     return out
 
 
+# --------------------------------------------------------------------------------------------- layers of released size
+
+def released_layers(experts: int = 8) -> dict[str, Any]:
+    """A config.json of layers of released width (hidden 5120, 64 heads of 512, LoRA ranks, index heads, experts' sizes):
+    window only, Full m = 2 with Engram, Full m = 1 with the pool, Reindex, Reuse, and a draft layer. Few experts, a small
+    vocabulary, and a short window, top-k and pool, so that short prompts go beyond them."""
+    small = json.loads((Path(__file__).parent / "configs" / "parallel.json").read_text())
+    full = json.loads((Path(__file__).parent.parent / "config.json").read_text())["text_config"]
+    kept = ("hidden_size", "moe_intermediate_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank",
+            "o_lora_rank", "o_groups", "swiglu_limit", "index_n_heads", "index_head_dim", "num_experts_per_tok",
+            "routed_scaling_factor", "rope_scaling", "engram_n_heads", "engram_head_dim")
+    text = small["text_config"] | {key: full[key] for key in kept} | dict(
+        num_hidden_layers=5, compress_ratios=[0, 2, 1, 1, 1, 0], kv_source_layer_ids=[1, 2], index_source_layer_ids=[1, 2, 3],
+        candidate_source_layer_id=2, engram_layer_ids=[1], n_routed_experts=experts, num_nextn_predict_layers=1,
+        dspark_target_layer_ids=[3, 4], dspark_n_routed_experts=4)
+    primes = engram_primes(1, text["engram_max_ngram_size"], text["engram_n_heads"], text["engram_vocab_size"])
+    text["engram_num_embeddings"] = [sum(map(sum, primes[0]))]
+    return {key: value for key, value in small.items() if key != "vision_config"} | {"text_config": text}
+
+
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 def _rank(rank: int, sizes: tuple[int, ...], backend: str, folder: str, job: Callable[..., Any], args: tuple) -> None:
@@ -170,10 +200,18 @@ def on_ranks(sizes: tuple[int, ...], folder: Path, job: Callable[..., Any], *arg
     return {size: [torch.load(folder / f"{size}.{rank}.pt") for rank in range(size)] for size in sizes}
 
 
-def load_and_run(group: Any, directories: list[str], device: str, draft: bool) -> list[dict[str, Tensor]]:
-    """`all_runs` of each checkpoint on this rank; only the first rank keeps the arrays it had in common with the others."""
-    results = []
-    for directory in directories:
-        on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        results.append(all_runs(load_model(directory, exact=True, device=on, group=group, draft=draft)))
-    return results
+def negative_zeros(model: Transformer) -> None:
+    """Put -0 into every third row of the embedding: what a sum with another rank's 0 would lose."""
+    weight = model.embed.weight
+    row = torch.arange(len(weight), device=weight.device) + model.ranks.rank * len(weight)
+    weight[row % 3 == 0, ::5] = -0.0
+
+
+def load_and_run(group: Any, directory: str | dict[int, str], device: str = "cpu", exact: bool = True,
+                 runs: tuple[str, ...] = RUNS) -> dict[str, Tensor]:
+    """`all_runs` of a checkpoint, or of the one for this number of ranks, with -0 in its embedding."""
+    size = torch.distributed.get_world_size(group) if group is not None else 1
+    on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    model = load_model(directory[size] if isinstance(directory, dict) else directory, exact, on, group=group, draft=True)
+    negative_zeros(model)
+    return all_runs(model, runs=runs)

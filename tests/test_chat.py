@@ -15,7 +15,7 @@ import pytest
 import torch
 from generate import Prompt, Session, Stopped, generate
 from golden_data import CHECKPOINT, IMAGE, golden, same_bits
-from model import Transformer
+from model import Cache, Chunk, Transformer
 from PIL import Image
 from test_generate import Cli, cli, models, rows_of  # noqa: F401
 from vision import load_image
@@ -138,18 +138,18 @@ def test_a_prompt_stopped_while_it_is_read_leaves_no_trace(tiny: Transformer, co
     assert computed[0] == 1 + len(OTHER)
 
 
-def test_an_error_inside_a_forward_costs_the_cache_and_nothing_else(tiny: Transformer) -> None:
+def test_an_interrupt_in_the_worst_place_costs_the_cache_alone(tiny: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(tiny)
     events = session.answer(Prompt(TEXT[:30]), temperature=0)
     first = next(events).tokens
 
-    def fail(*_: Any) -> None:
+    def torn(cache: Cache, chunk: Chunk, *_: Any) -> None:
+        cache.lengths = list(chunk.ends)
         raise KeyboardInterrupt
 
-    hook = tiny.layers[6].register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Cache, "commit", torn)
         next(events)
-    hook.remove()
     ask(session, TEXT[:30] + first + OTHER[:6])
 
 
@@ -185,7 +185,7 @@ def test_answers_keep_the_ids_that_were_sampled(cli: Cli, monkeypatch: pytest.Mo
             yield event
 
     monkeypatch.setattr(Session, "answer", recorded)
-    chat(cli, "hello", "more", "and more", arguments=("--temperature", 1, "--seed", 2))
+    chat(cli, "hello", "more", "and more", arguments=("--temperature", 1, "--seed", 2, "--system", "be kind"))
     for i in (1, 2):
         n = len(prompts[i - 1])
         assert prompts[i][: n + 6] == prompts[i - 1] + sampled[i - 1] and len(sampled[i - 1]) == 6

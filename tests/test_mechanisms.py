@@ -258,6 +258,19 @@ def test_case_12_the_newest_block_stays_in_the_pool_and_confines_later_sources()
     assert rows != expect(4, later, w, keys, positions)[0]
 
 
+def test_case_12_few_queries_and_many_are_confined_alike() -> None:
+    """One query gathers the keys of its pool, many share all keys and a mask; with pools that are not full."""
+    keys, q, w = normal(78, 32, seed=9), normal(78, 3, 32, seed=10), normal(78, 3, seed=11)
+    source = choose(3, q, w, keys, range(78))
+    _, pool = expect(3, q, w, keys, range(78))
+    later, heads = normal(78, 3, 32, seed=12), normal(78, 3, seed=13)
+    want, _ = expect(4, later, heads, keys, range(78), pool)
+    assert listed(choose(4, later, heads, keys, range(78), source.pool).rows[0]) == want
+    for t in (3, 40, 41, 77):
+        one = choose(4, later[t : t + 1], heads[t : t + 1], keys, [t], source.pool[:, t : t + 1])
+        assert listed(one.rows[0]) == [want[t]]
+
+
 def test_the_pool_confines_nobody_while_it_holds_every_block() -> None:
     keys, q, w = normal(28, 32), normal(28, 3, 32, seed=6), normal(28, 3, seed=7)
     pool = choose(3, q, w, keys, range(28)).pool
