@@ -63,7 +63,7 @@ AFTER = {"final_hidden": "streams read with the last pre; norm", "logits": "lang
          "dspark.tokens": "DSpark: greedy drafts", "dspark.confidence": "DSpark: confidence head"}
 BOOKKEEPING = {"tokens", "prompt_length", "positions"}
 SETS = ("topk", "candidates")                                  # rows of ids, ascending, -1 empty: compared as sets
-MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}     # gaps at the cut
+MARGINS = {"topk": "topk_margin", "candidates": "candidates_margin", "route_experts": "route_margin"}    # the gaps
 FLOAT32 = ("pre_mix", "route_weights")    # unrounded, so their last float32 digit is not pinned down
 
 
@@ -160,7 +160,7 @@ class Recording:
         try:
             rules = [(re.compile(rule["from"]), rule) for rule in mapping["rules"]]
         except (KeyError, TypeError, re.error) as error:
-            raise ValueError(f"{path} is not a map, which needs rules with a regular expression `from`: {error!r}") from None
+            raise ValueError(f"{path} is not a map: rules with a regular expression `from`: {error!r}") from None
         natural = sorted(stored, key=lambda name: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", name)])
         for name in natural:      # several tensors with one name, such as one for each step, are joined in this order
             rule = next(((m, rule) for pattern, rule in rules if (m := pattern.fullmatch(name))), None)
@@ -466,8 +466,8 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
         verdict = [f"first difference: {describe(r)}" for r in causes[:1]]
         verdict += [f"differs at earlier positions, so by itself: {describe(r)}" for r in causes[1:]]
         if len(differing) > len(causes):
-            verdict.append(f"{len(differing) - len(causes)} other tensors differ from these positions on: they may all be "
-                           f"consequences")
+            rest = len(differing) - len(causes)
+            verdict.append(f"{rest} other tensors differ from these positions on: they may all be consequences")
     else:
         local = compare_all(again, len(b.tokens), tolerances["local"])
         causes = _without_followers([r for r in local if r.differs])
@@ -490,7 +490,8 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
 def _another_token(a: Recording, b: Recording, at: int, tolerances: dict[str, Any]) -> tuple[list[str], bool]:
     """A note about the first token that B chose otherwise, and whether noise may have done it."""
     ours, theirs = int(a.tokens[at]), int(b.tokens[at])
-    note, logits, excused = f"tokens: at position {at} A chose {ours} and B {theirs}", a.between("logits", at - 1, at), False
+    note, excused = f"tokens: at position {at} A chose {ours} and B {theirs}", False
+    logits = a.between("logits", at - 1, at)
     if logits is not None:
         gap = float(logits[1][0, ours] - logits[1][0, theirs])
         excused = gap <= 2 * tolerances.get("logits", {}).get("max_abs", 0.0)
@@ -539,7 +540,8 @@ def table(rows: list[list[str]], pretty: bool) -> str:
     """Columns under a header; lines and colours where someone looks at it."""
     widths = [max(len(row[j]) for row in rows) for j in range(len(rows[0]))]
     bar, rule = (" │ ", "─") if pretty else ("  ", "")
-    lines = [bar.join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]) for row in rows]
+    cells = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))] for row in rows]
+    lines = [bar.join(row) for row in cells]
     if pretty:
         colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
         codes = [colour.get(row[-1]) for row in rows]
@@ -552,7 +554,8 @@ def result_table(results: list[Result], pretty: bool) -> str:
     rows = [["tensor", "shape", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
     for r in results:
         real = r.name.rpartition(".")[2] not in MARGINS
-        values = [f"{r.max_abs:.3g}", f"{r.rel_l2:.2e}", f"{r.same:.3%}", str(r.ulps)] if real else ["-", "-", f"{r.same:.3%}", "-"]
+        values = [f"{r.max_abs:.3g}", f"{r.rel_l2:.2e}", f"{r.same:.3%}", str(r.ulps)]
+        values = values if real else ["-", "-", values[2], "-"]
         first = "-" if r.first is None else str(r.first)
         rows.append([r.name, "x".join(map(str, r.shape)), *values, str(r.unreal or "-"), first, r.status])
     return table(rows, pretty)
@@ -588,7 +591,7 @@ def show(a: Recording, pretty: bool) -> str:
     lines += [f"  {key}: {m[key]}" for key in facts if m.get(key)]
     for name in sorted(a.sources, key=order):
         shape = a.shape(name)
-        x = a.rows(name, 0, min(shape[0], max(1, BLOCK // max(1, int(np.prod(shape[1:]))))))     # the first rows will do
+        x = a.rows(name, 0, max(1, BLOCK // max(1, int(np.prod(shape[1:])))))     # of a long one the first rows will do
         y = x.double().flatten()
         y = y[~y.isnan()]
         stats = ["-"] * 4

@@ -1,4 +1,5 @@
 """Settings and models shared by the tests."""
+
 from __future__ import annotations
 
 import sys

@@ -3,6 +3,7 @@
 Everything the model computes at a position follows from the tokens up to it. So one reference, the twin's run over a
 whole sequence, settles every way to feed its prefixes: `feed` in chunks, `feed_rows` as rows of a batch.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,29 +21,74 @@ from golden_data import CHECKPOINT, as_bits, same_bits
 from model import Cache, ImageTokens, ModelConfig, Transformer
 from quant import FakeQuant
 
-# Sizes differ pairwise, so that a swapped axis cannot pass; top-k and pool are smaller than what is visible; YaRN is active.
+# Sizes differ pairwise, so that a swapped axis cannot pass; top-k and pool are smaller than what is visible; YaRN on.
 WIDE_WINDOW: dict[str, Any] = dict(
-    hidden_size=128, moe_intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, head_dim=64,
-    qk_rope_head_dim=24, q_lora_rank=96, o_lora_rank=112, o_groups=2, max_position_embeddings=1024, n_routed_experts=7,
-    num_experts_per_tok=3, sliding_window=128, compress_ratios=[0, 2, 2, 1, 1, 1], kv_source_layer_ids=[1, 3],
-    index_source_layer_ids=[1, 3, 4], index_n_heads=5, index_head_dim=32, index_topk=20, candidate_source_layer_id=3,
-    candidate_topk_blocks=8, candidate_block_size=6, engram_layer_ids=[2], num_nextn_predict_layers=0,
-    dspark_block_size=5, dspark_target_layer_ids=[])
+    hidden_size=128,
+    moe_intermediate_size=160,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    head_dim=64,
+    qk_rope_head_dim=24,
+    q_lora_rank=96,
+    o_lora_rank=112,
+    o_groups=2,
+    max_position_embeddings=1024,
+    n_routed_experts=7,
+    num_experts_per_tok=3,
+    sliding_window=128,
+    compress_ratios=[0, 2, 2, 1, 1, 1],
+    kv_source_layer_ids=[1, 3],
+    index_source_layer_ids=[1, 3, 4],
+    index_n_heads=5,
+    index_head_dim=32,
+    index_topk=20,
+    candidate_source_layer_id=3,
+    candidate_topk_blocks=8,
+    candidate_block_size=6,
+    engram_layer_ids=[2],
+    num_nextn_predict_layers=0,
+    dspark_block_size=5,
+    dspark_target_layer_ids=[],
+)
 THIRDS: dict[str, Any] = dict(
-    hidden_size=96, moe_intermediate_size=64, num_hidden_layers=5, num_attention_heads=6, head_dim=32,
-    qk_rope_head_dim=12, q_lora_rank=128, o_lora_rank=80, o_groups=2, max_position_embeddings=256, n_routed_experts=5,
-    num_experts_per_tok=2, sliding_window=9, compress_ratios=[0, 3, 3, 1, 1], kv_source_layer_ids=[1, 3],
-    index_source_layer_ids=[1, 2, 3, 4], index_n_heads=3, index_head_dim=32, index_topk=10, candidate_source_layer_id=3,
-    candidate_topk_blocks=4, candidate_block_size=7, hc_mult=3, hc_sinkhorn_iters=7, engram_layer_ids=[],
-    num_nextn_predict_layers=0, dspark_block_size=4, dspark_target_layer_ids=[])
+    hidden_size=96,
+    moe_intermediate_size=64,
+    num_hidden_layers=5,
+    num_attention_heads=6,
+    head_dim=32,
+    qk_rope_head_dim=12,
+    q_lora_rank=128,
+    o_lora_rank=80,
+    o_groups=2,
+    max_position_embeddings=256,
+    n_routed_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=9,
+    compress_ratios=[0, 3, 3, 1, 1],
+    kv_source_layer_ids=[1, 3],
+    index_source_layer_ids=[1, 2, 3, 4],
+    index_n_heads=3,
+    index_head_dim=32,
+    index_topk=10,
+    candidate_source_layer_id=3,
+    candidate_topk_blocks=4,
+    candidate_block_size=7,
+    hc_mult=3,
+    hc_sinkhorn_iters=7,
+    engram_layer_ids=[],
+    num_nextn_predict_layers=0,
+    dspark_block_size=4,
+    dspark_target_layer_ids=[],
+)
 
 
 def published(changes: dict[str, Any], vision: bool = False) -> dict[str, Any]:
     """The golden checkpoint's config.json with a changed text_config; without a vision tower unless asked for."""
     config = json.loads((CHECKPOINT / "config.json").read_text())
     text = config["text_config"] = config["text_config"] | changes
-    primes = engram_primes(len(text["engram_layer_ids"]), text["engram_max_ngram_size"], text["engram_n_heads"],
-                           text["engram_vocab_size"])
+    primes = engram_primes(
+        len(text["engram_layer_ids"]), text["engram_max_ngram_size"], text["engram_n_heads"], text["engram_vocab_size"]
+    )
     text["engram_num_embeddings"] = [sum(map(sum, layer)) for layer in primes]
     if not vision:
         del config["vision_config"]
@@ -57,6 +103,7 @@ def small_config(changes: dict[str, Any] | None = None, **more: Any) -> ModelCon
 @dataclass
 class Small:
     """A random checkpoint in `directory`, its exact model, a sequence [n] and what the twin computes for it."""
+
     directory: Path
     model: Transformer
     tokens: Tensor
@@ -72,8 +119,13 @@ def make(changes: dict[str, Any], directory: Path, seed: int, tokens: int) -> Sm
     return Small(directory / "checkpoint", model, ids, twin.forward(str(directory / "checkpoint"), ids.tolist()))
 
 
-def feed(model: Transformer, tokens: Tensor, chunks: Sequence[int], cache: Cache | None = None,
-         images: ImageTokens | None = None) -> tuple[Tensor, Cache]:
+def feed(
+    model: Transformer,
+    tokens: Tensor,
+    chunks: Sequence[int],
+    cache: Cache | None = None,
+    images: ImageTokens | None = None,
+) -> tuple[Tensor, Cache]:
     """Append the first sum(chunks) of tokens [n] chunk by chunk: logits [sum(chunks), V] and the cache."""
     cache = model.new_cache() if cache is None else cache
     logits, at = [], 0
@@ -106,7 +158,7 @@ def poison(cache: Cache) -> int:
     """Overwrite every slot that no later token may read, with bytes that are NaN or absurd; returns how many bytes.
 
     Dead are: ring slots outside the last W - 1 tokens (W for draft stages; or outside the open group, or the last
-    n-gram), compressed rows beyond the length, and the storage that has grown ahead of it. Rolling back is over after this.
+    n-gram), compressed rows beyond the length, and the storage that has grown ahead of it. No rolling back after this.
     Rings of draft stages that a model without its draft head never fills are left alone: all zeros.
     """
     plans, c, count = {p.layer: p for p in cache.plans}, cache.config, 0
@@ -138,7 +190,7 @@ def poison(cache: Cache) -> int:
 
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> None:
-    """Give every parameter values by its dtype: bf16 and float32 normal, E4M3 and E2M1 codes with scales around 2^-7."""
+    """Give every parameter values by its dtype: bf16 and float32 normal, E4M3 and E2M1 codes with scales near 2^-7."""
     g = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         value = torch.randn(parameter.shape, generator=g)

@@ -1,4 +1,5 @@
 """What the cache stores, how it grows and what it says of itself."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -23,7 +24,9 @@ def fill(cache: Cache, tokens: int, seed: int = 0) -> None:
     for source in cache.main:
         ratio = cache.plans[source].ratio
         groups = chunk.ends[0] // ratio - chunk.starts[0] // ratio
-        main, keys = (torch.randn(1, groups, codec.width, generator=g).bfloat16() for codec in (cache.main_rows, cache.key_rows))
+        main, keys = (
+            torch.randn(1, groups, codec.width, generator=g).bfloat16() for codec in (cache.main_rows, cache.key_rows)
+        )
         cache.write_compressed(source, chunk, cache.main_rows.pack(main), cache.key_rows.pack(keys))
     cache.commit(chunk)
 
@@ -41,7 +44,12 @@ def test_global_kv_of_the_released_model_is_890_bytes_per_token() -> None:
     fill(cache, 24)
     assert cache.lengths == [1024] and cache.nbytes("global") == storage(cache) == 890 * 1024
     rows = {source: (t.shape[1], t.shape[2], t.dtype) for source, t in cache.main.items()}
-    assert rows == {2: (512, 288, torch.uint8), 8: (512, 288, torch.uint8), 14: (512, 288, torch.uint8), 20: (1024, 288, torch.uint8)}
+    assert rows == {
+        2: (512, 288, torch.uint8),
+        8: (512, 288, torch.uint8),
+        14: (512, 288, torch.uint8),
+        20: (1024, 288, torch.uint8),
+    }
     assert {t.shape[2] for t in cache.keys.values()} == {68} and {t.dtype for t in cache.keys.values()} == {torch.uint8}
 
 
@@ -53,15 +61,15 @@ def test_rows_that_are_not_quantised_cost_what_bfloat16_costs() -> None:
 
 
 def test_local_state_of_the_released_model() -> None:
-    """Rings of W - 1 + R rows of 528 bytes in 40 layers, W + R in the draft head; open groups of 1 + R in float32 for the
-    three ratio-2 sources; 3 + R token ids."""
+    """Rings of W - 1 + R rows of 528 bytes in 40 layers, W + R in the draft head; open groups of 1 + R in float32
+    for the three ratio-2 sources; 3 + R token ids."""
     cache = Cache(RELEASED, Numerics(), 1, 1 << 20, CPU)
     R = RELEASED.dspark_block_size
     window, draft = 40 * (127 + R) * 528, 3 * (128 + R) * 528
     groups, ids = 3 * 2 * (1 + R) * 512 * 4, (3 + R) * 8
     assert cache.nbytes("used") == cache.nbytes("allocated") == window + draft + groups + ids
     assert sum(t.untyped_storage().nbytes() for t in cache.rings.values()) == cache.nbytes("used")
-    assert cache.nbytes("global") == 0 and storage(cache) == 0            # max_length is a limit, not an allocation
+    assert cache.nbytes("global") == 0 and storage(cache) == 0  # max_length is a limit, not an allocation
 
 
 def test_storage_grows_in_steps_and_keeps_what_it_holds() -> None:
@@ -73,8 +81,13 @@ def test_storage_grows_in_steps_and_keeps_what_it_holds() -> None:
         assert torch.equal(now[: len(before)], before)
         before = now
         seen.append(cache.main[20].shape[1])
-        assert cache.nbytes("allocated") >= cache.nbytes("used") >= cache.nbytes("global") == 890 * cache.lengths[0] - odd(cache)
-    assert len(set(seen)) < 20 and all(a <= b for a, b in zip(seen, seen[1:]))   # not at every append
+        assert (
+            cache.nbytes("allocated")
+            >= cache.nbytes("used")
+            >= cache.nbytes("global")
+            == 890 * cache.lengths[0] - odd(cache)
+        )
+    assert len(set(seen)) < 20 and all(a <= b for a, b in zip(seen, seen[1:]))  # not at every append
     assert seen[-1] < 1.5 * cache.lengths[0]
 
 
@@ -121,7 +134,15 @@ def test_live_state_is_all_that_later_tokens_read(thirds: Small, tiny: Transform
     state = {name: tuple(value.shape) for name, value in cache.live_state(0).items()}
     ring = {f"window.{i}": (8, 33) for i in range(5)}
     groups = {"kv.1": (32 % 3, 32), "score.1": (32 % 3, 32)}
-    assert state == {"length": (), **ring, **groups, "main.1": (10, 18), "main.3": (32, 18), "index_key.1": (10, 17), "index_key.3": (32, 17)}
+    assert state == {
+        "length": (),
+        **ring,
+        **groups,
+        "main.1": (10, 18),
+        "main.3": (32, 18),
+        "index_key.1": (10, 17),
+        "index_key.3": (32, 17),
+    }
     assert int(cache.live_state(0)["length"]) == 32
     _, cache = feed(tiny, torch.arange(20, 40), [20])
     assert torch.equal(cache.live_state(0)["ngram"], tiny.engram_index.compress(torch.arange(37, 40)))

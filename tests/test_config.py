@@ -1,4 +1,5 @@
 """The configuration and the layer plan: what is refused, by which name, and what the released one means."""
+
 from __future__ import annotations
 
 import copy
@@ -43,29 +44,65 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hc_mult": 0}, "hc_mult = 0 must be at least 1"),
     # sources
     ({"index_source_layer_ids": [2, 7, 9]}, "layer 5 is in kv_source_layer_ids but not in index_source_layer_ids"),
-    ({"kv_source_layer_ids": [5], "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 0]}, "layer 2 has compress_ratios 2 but no layer up to it is in kv_source_layer_ids"),
-    ({"kv_source_layer_ids": [2], "index_source_layer_ids": [2, 5, 7, 9]}, "layer 5 has compress_ratios 1 but its KV source, layer 2, has 2"),
+    (
+        {"kv_source_layer_ids": [5], "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0, 0]},
+        "layer 2 has compress_ratios 2 but no layer up to it is in kv_source_layer_ids",
+    ),
+    (
+        {"kv_source_layer_ids": [2], "index_source_layer_ids": [2, 5, 7, 9]},
+        "layer 5 has compress_ratios 1 but its KV source, layer 2, has 2",
+    ),
     ({"kv_source_layer_ids": [1, 5]}, "layer 1 is in kv_source_layer_ids but not in index_source_layer_ids"),
-    ({"kv_source_layer_ids": [1, 2, 5], "index_source_layer_ids": [1, 2, 5, 7, 9]}, r"layer 1 has compress_ratios 0 \(window only\) but is in kv_source_layer_ids"),
-    ({"index_source_layer_ids": [1, 2, 5, 7, 9]}, r"layer 1 has compress_ratios 0 \(window only\) but is in index_source_layer_ids"),
+    (
+        {"kv_source_layer_ids": [1, 2, 5], "index_source_layer_ids": [1, 2, 5, 7, 9]},
+        r"layer 1 has compress_ratios 0 \(window only\) but is in kv_source_layer_ids",
+    ),
+    (
+        {"index_source_layer_ids": [1, 2, 5, 7, 9]},
+        r"layer 1 has compress_ratios 0 \(window only\) but is in index_source_layer_ids",
+    ),
     ({"kv_source_layer_ids": [5, 2]}, r"kv_source_layer_ids = \[5, 2\] must ascend"),
-    ({"index_source_layer_ids": [2, 5, 5, 7, 9]}, r"index_source_layer_ids = \[2, 5, 5, 7, 9\] must ascend without repeats"),
+    (
+        {"index_source_layer_ids": [2, 5, 5, 7, 9]},
+        r"index_source_layer_ids = \[2, 5, 5, 7, 9\] must ascend without repeats",
+    ),
     ({"index_source_layer_ids": [2, 5, 7, 10]}, "index_source_layer_ids names layer 10, but there are 10 layers"),
     ({"engram_layer_ids": [1, 11]}, "engram_layer_ids names layer 11, but there are 10 layers"),
-    ({"dspark_target_layer_ids": [7, 8, -1]}, "dspark_target_layer_ids = .* must ascend|dspark_target_layer_ids names layer -1"),
+    (
+        {"dspark_target_layer_ids": [7, 8, -1]},
+        "dspark_target_layer_ids = .* must ascend|dspark_target_layer_ids names layer -1",
+    ),
     # the pool
-    ({"candidate_topk_blocks": 3}, "candidate_topk_blocks = 3: a pool of 8-row blocks can hold fewer reachable rows than index_topk = 24"),
+    (
+        {"candidate_topk_blocks": 3},
+        "candidate_topk_blocks = 3: a pool of 8-row blocks can hold fewer reachable rows than index_topk = 24",
+    ),
     ({"candidate_source_layer_id": 6}, "candidate_source_layer_id = 6 is not in index_source_layer_ids"),
-    ({"candidate_source_layer_id": 2}, "layer 5 draws on the candidate pool of layer 2 but has another KV source, layer 5"),
+    (
+        {"candidate_source_layer_id": 2},
+        "layer 5 draws on the candidate pool of layer 2 but has another KV source, layer 5",
+    ),
     # ratios
-    ({"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]}, "compress_ratios has 10 entries; num_hidden_layers \\+ num_nextn_predict_layers = 13 are needed"),
-    ({"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 1, 0]}, r"compress_ratios\[11\] = 1: a draft layer attends to its window only"),
+    (
+        {"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1]},
+        "compress_ratios has 10 entries; num_hidden_layers \\+ num_nextn_predict_layers = 13 are needed",
+    ),
+    (
+        {"compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 1, 0]},
+        r"compress_ratios\[11\] = 1: a draft layer attends to its window only",
+    ),
     ({"compress_ratios": [0, 0, 2, -2, 2, 1, 1, 1, 1, 1, 0, 0, 0]}, r"compress_ratios\[3\] = -2 is negative"),
-    ({"compress_ratios": [0, 0, 2, 3, 2, 1, 1, 1, 1, 1, 0, 0, 0]}, "layer 3 has compress_ratios 3 but its KV source, layer 2, has 2"),
+    (
+        {"compress_ratios": [0, 0, 2, 3, 2, 1, 1, 1, 1, 1, 0, 0, 0]},
+        "layer 3 has compress_ratios 3 but its KV source, layer 2, has 2",
+    ),
     # Engram, drafts, tokens
     ({"engram_num_embeddings": [1916]}, "engram_num_embeddings has 1 entries for 2 engram_layer_ids"),
     ({"dspark_block_size": 0}, "num_nextn_predict_layers > 0 needs dspark_block_size > 0"),
-    ({"dspark_target_layer_ids": []}, "num_nextn_predict_layers > 0 needs dspark_block_size > 0 and dspark_target_layer_ids"),
+    (
+        {"dspark_target_layer_ids": []},
+        "num_nextn_predict_layers > 0 needs dspark_block_size > 0 and dspark_target_layer_ids",
+    ),
     ({"dspark_noise_token_id": 640}, "dspark_noise_token_id = 640 is not a token: vocab_size = 640"),
     ({"engram_pad_token_id": -1}, "engram_pad_token_id = -1 is not a token"),
     # kinds of values, and mathematics that this model does not do
@@ -81,7 +118,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("changes, sentence", REFUSED, ids=[f"{next(iter(c))}-{i}" for i, (c, _) in enumerate(REFUSED)])
-def test_case_31_contradictions_are_refused_by_key_and_layer(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_case_31_contradictions_are_refused_by_key_and_layer(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     config = tiny_json()
     config["text_config"] |= changes
     path = tmp_path / "config.json"
@@ -91,9 +130,26 @@ def test_case_31_contradictions_are_refused_by_key_and_layer(changes: dict[str, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", sorted(set(tiny_json()["text_config"]) - {
-    "model_type", "initializer_range", "use_cache", "num_key_value_heads", "hidden_act", "attention_bias", "attention_dropout",
-    "tie_word_embeddings", "n_shared_experts", "scoring_func", "topk_method", "rope_scaling"}))
+@pytest.mark.parametrize(
+    "key",
+    sorted(
+        set(tiny_json()["text_config"])
+        - {
+            "model_type",
+            "initializer_range",
+            "use_cache",
+            "num_key_value_heads",
+            "hidden_act",
+            "attention_bias",
+            "attention_dropout",
+            "tie_word_embeddings",
+            "n_shared_experts",
+            "scoring_func",
+            "topk_method",
+            "rope_scaling",
+        }
+    ),
+)
 def test_case_31_a_missing_key_is_named(key: str) -> None:
     config = tiny_json()
     del config["text_config"][key]
@@ -101,16 +157,22 @@ def test_case_31_a_missing_key_is_named(key: str) -> None:
         ModelConfig.from_dict(config)
 
 
-@pytest.mark.parametrize("change, sentence", [
-    (lambda c: c.pop("text_config"), "the key text_config is missing"),
-    (lambda c: c.pop("quantization_config"), "the key quantization_config is missing"),
-    (lambda c: c.pop("eos_token_id"), "the key eos_token_id is missing"),
-    (lambda c: c["text_config"].pop("rope_scaling"), "rope_scaling"),
-    (lambda c: c["text_config"]["rope_scaling"].pop("factor"), "rope_scaling.factor is missing"),
-    (lambda c: c["vision_config"].pop("patch_size"), "vision_config.patch_size is missing"),
-    (lambda c: c["quantization_config"].update(weight_block_size=[128, 128]), r"quantization_config.weight_block_size = \[128, 128\]"),
-    (lambda c: c["quantization_config"].update(expert_dtype="fp8"), "quantization_config.expert_dtype = 'fp8'"),
-])
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda c: c.pop("text_config"), "the key text_config is missing"),
+        (lambda c: c.pop("quantization_config"), "the key quantization_config is missing"),
+        (lambda c: c.pop("eos_token_id"), "the key eos_token_id is missing"),
+        (lambda c: c["text_config"].pop("rope_scaling"), "rope_scaling"),
+        (lambda c: c["text_config"]["rope_scaling"].pop("factor"), "rope_scaling.factor is missing"),
+        (lambda c: c["vision_config"].pop("patch_size"), "vision_config.patch_size is missing"),
+        (
+            lambda c: c["quantization_config"].update(weight_block_size=[128, 128]),
+            r"quantization_config.weight_block_size = \[128, 128\]",
+        ),
+        (lambda c: c["quantization_config"].update(expert_dtype="fp8"), "quantization_config.expert_dtype = 'fp8'"),
+    ],
+)
 def test_case_31_sections_are_checked_too(change: Callable[[dict[str, Any]], object], sentence: str) -> None:
     config = tiny_json()
     change(config)
@@ -135,9 +197,16 @@ def test_known_configurations_load_in_silence(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("content, sentence", [
-    (None, "there is no configuration at .*config.json"), ("{", "not a readable JSON file"), ("[1]", "the key text_config is missing"),
-    ("\xff\xfe", "is not a readable JSON file"), ('{"text_config": 3}', "the key text_config is missing")])
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (None, "there is no configuration at .*config.json"),
+        ("{", "not a readable JSON file"),
+        ("[1]", "the key text_config is missing"),
+        ("\xff\xfe", "is not a readable JSON file"),
+        ('{"text_config": 3}', "the key text_config is missing"),
+    ],
+)
 def test_files_that_are_no_configuration(content: str | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if content is not None:
@@ -146,7 +215,8 @@ def test_files_that_are_no_configuration(content: str | None, sentence: str, tmp
         ModelConfig.from_json(path)
 
 
-# ----------------------------------------------------------------------------------------------------- the released plan
+# ---------------------------------------------------------------------------------------------------- the released plan
+
 
 def test_the_released_plan_is_the_papers() -> None:
     """40 layers: two of windows, encoder to 19, decoder from 20; four KV sources, four more index sources, one pool."""
@@ -158,8 +228,13 @@ def test_the_released_plan_is_the_papers() -> None:
         assert p.mode == next((mode for mode, layers in modes.items() if p.layer in layers), "reuse"), p
         assert p.part == ("encoder" if p.layer < 20 else "decoder" if p.layer < 40 else "draft")
         assert p.ratio == (0 if p.mode == "window" else 2 if p.layer < 20 else 1)
-        sources = [s for s in (2, 8, 14, 20) if s <= p.layer], [s for s in (2, 8, 14, 20, 24, 28, 32, 36) if s <= p.layer]
-        assert (p.kv_source, p.index_source) == ((None, None) if p.mode == "window" else (sources[0][-1], sources[1][-1]))
+        sources = (
+            [s for s in (2, 8, 14, 20) if s <= p.layer],
+            [s for s in (2, 8, 14, 20, 24, 28, 32, 36) if s <= p.layer],
+        )
+        assert (p.kv_source, p.index_source) == (
+            (None, None) if p.mode == "window" else (sources[0][-1], sources[1][-1])
+        )
         assert p.makes_pool == (p.layer == 20) and p.uses_pool == (p.layer in (24, 28, 32, 36))
         assert p.engram == {1: 0, 14: 1}.get(p.layer)
     assert config.decoder_start == 20 and config.sliding_window == 128 and config.index_topk == 512
@@ -172,7 +247,10 @@ def test_a_decoder_needs_a_last_source_of_ratio_1() -> None:
     same = published(THIRDS | dict(compress_ratios=[0, 3, 3, 3, 3], kv_source_layer_ids=[1, 3]))
     assert ModelConfig.from_dict(same).decoder_start is None
     assert {p.part for p in plan_layers(ModelConfig.from_dict(same))} == {"encoder"}
-    none = published(THIRDS | dict(compress_ratios=[0] * 5, kv_source_layer_ids=[], index_source_layer_ids=[], candidate_source_layer_id=-1))
+    none = published(
+        THIRDS
+        | dict(compress_ratios=[0] * 5, kv_source_layer_ids=[], index_source_layer_ids=[], candidate_source_layer_id=-1)
+    )
     assert ModelConfig.from_dict(none).decoder_start is None
 
 
@@ -182,7 +260,8 @@ def test_a_plan_is_made_from_the_configuration_alone() -> None:
     assert plan_layers(ModelConfig.from_dict(config)) == plan_layers(ModelConfig.from_dict(config)) and config == kept
 
 
-# ------------------------------------------------------------------------------------------------- parameters and schema
+# ------------------------------------------------------------------------------------------------ parameters and schema
+
 
 @pytest.mark.parametrize("path", [RELEASED, CHECKPOINT / "config.json"], ids=["released", "tiny"])
 def test_names_shapes_and_dtypes_of_the_model_are_those_of_the_checkpoint(path: Path) -> None:
@@ -209,5 +288,8 @@ def test_names_shapes_and_dtypes_of_the_model_are_those_of_the_checkpoint(path: 
 def test_ranks_that_do_not_divide_are_refused_by_name() -> None:
     config = ModelConfig.from_json(CHECKPOINT / "config.json")
     for size, what in ((3, "vocab_size"), (4, "num_attention_heads"), (5, "num_attention_heads")):
-        with torch.device("meta"), pytest.raises(ValueError, match=f"{what} = .* does not divide over {size} tensor-parallel ranks"):
+        with (
+            torch.device("meta"),
+            pytest.raises(ValueError, match=f"{what} = .* does not divide over {size} tensor-parallel ranks"),
+        ):
             Transformer(config, Numerics(), Ranks(0, size))

@@ -1,6 +1,6 @@
 """Recordings: the same bytes however they are made, and a comparison that says what is wrong, and where.
 
-The planted bugs (MUTATIONS) are one-line mistakes in a copy of the product, which is recorded and compared.
+Planted bugs are one-line mistakes in a copy of the product, which is recorded and compared.
 """
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import golden
+import mutations
 import recordings
 from golden_data import CHECKPOINT, DATA, IMAGE, RUNS
 from golden_data import golden as golden_run
@@ -378,41 +379,39 @@ def test_transforms_of_a_map() -> None:
 
 # ------------------------------------------------------------------------------------------- causes, tolerances, planted bugs
 
-# One-line mistakes: (file, right, wrong), and what the verdict has to say of them: the first wrong step and a word of it.
-MUTATIONS: dict[str, tuple[tuple[str, str, str], str, str]] = {
-    "wrong rotary base": (("model.py", "(c.qk_rope_head_dim, c.rope_theta)", "(c.qk_rope_head_dim, c.compress_rope_theta)"),
-                          "layers.0.q", "only in the channels that rotary turns"),
-    "rotary in halves": (("model.py", "torch.view_as_complex(x[..., -width:].to(turn.real.dtype).unflatten(-1, (-1, 2)))",
-                          "torch.complex(*x[..., -width:].to(turn.real.dtype).unflatten(-1, (2, -1)).unbind(-2))"),
-                         "layers.0.q", "rotary"),
-    "transposed comb": (("model.py", "[comb.transpose(-1, -2), post", "[comb, post"), "layers.0.output", "comb"),
-    "newest block not pinned": (("model.py", "blocks.masked_fill(pinned, torch.inf)", "blocks"),
-                                "layers.5.candidates", "B lacks the newest block"),
-    "bias_vl ignored": (("model.py", "bias = torch.where(in_image.unsqueeze(-1), self.bias_vl.to(scores.dtype), bias)", "pass"),
-                        "layers.0.route_experts", "only inside images"),
-    "wrong pad in Engram": (("engram.py", "int(token_map[config.engram_pad_token_id])", "config.engram_pad_token_id + 5"),
-                            "layers.1.engram_rows", "only where look-back meets the beginning or an image"),
-    "Engram zeroed": (("engram.py", "to_bf16(x + gate", "to_bf16(x + 0 * gate"), "layers.1.engram_out", "gate"),
-    "open group rotated at its last token": (("model.py", "tables.of(self.plan, first)", "tables.of(self.plan, first + self.plan.ratio - 1)"),
-                                             "layers.2.main_kv", "only in the channels that rotary turns"),
-    "window off by one": (("model.py", "(ahead >= self.window)", "(ahead >= self.window - 1)"),
-                          "layers.0.attention", "where the window is full"),
-    "inverse rotation missing": (("model.py", "self.project(rotate(o, table, inverse=True))", "self.project(o)"),
-                                 "layers.0.attn_out", "inverse rotary"),
-    "sink scaled": (("model.py", ".view(1, 1, H, 1) / self.scale", ".view(1, 1, H, 1)"), "layers.0.attention", "sink"),
-    "bias used as weight": (("model.py", "weights = scores.gather(-1, experts)", "weights = biased.gather(-1, experts)"),
-                            "layers.0.route_weights", "affinities without bias"),
-    "routing weight left out": (("model.py", "swiglu(gate, up, self.limit, weights)", "swiglu(gate, up, self.limit)"),
-                                "layers.0.ffn_out", "routing weight"),
-    "stale selection": (("model.py", "return Selection(torch.cat(rows, 1),", "return Selection(torch.cat(rows, 1).roll(1, 1),"),
-                        "layers.2.topk", "selection of rows"),
-    "scores without ReLU": (("model.py", "torch.bmm(w.reshape(B * Q, 1, h), dots.relu_()).view(B, Q, -1))\n        scores",
-                             "torch.bmm(w.reshape(B * Q, 1, h), dots).view(B, Q, -1))\n        scores"), "layers.2.topk", "scores"),
-    "index key of the rotated latent": (("model.py", "self.wk(latent)", "self.wk(rotate(latent.unsqueeze(2), table).squeeze(2))"),
-                                        "layers.2.index_key", "un-rotated latent"),
-    "row ends without their embedding": (("model.py", "(2, self.image_newline)", "(2, self.image_start)"),
-                                         "layers.0.input", "only inside images"),
+# What the verdict has to say of the one-line mistakes in mutations.py: the first wrong array, and words about it.
+ROTARY, IMAGES, START = "only in the channels that rotary turns", "only inside images", "where look-back meets the beginning"
+VERDICTS = {
+    "a power of two for the main KV's scale": ("layers.2.main_kv", "FP4"),
+    "rotary in halves instead of adjacent pairs": ("layers.0.q", ROTARY),
+    "one theta for window-only layers and others": ("layers.0.q", ROTARY),
+    "inverse rotation missing": ("layers.0.attn_out", "inverse rotary"),
+    "pooled group rotated at its last token": ("layers.2.main_kv", ROTARY),
+    "index key made from the rotated latent": ("layers.2.index_key", "un-rotated latent"),
+    "window one position too long": ("layers.0.attention", "from the position on where the window is full"),
+    "queries see what follows them": ("layers.0.attention", "window"),
+    "softmax over channels instead of tokens": ("layers.2.main_kv", "pooling of a group"),
+    "scores without ReLU": ("layers.2.topk", "scores"),
+    "newest block not pinned": ("layers.5.candidates", "B lacks the newest block"),
+    "candidate mask dropped": ("layers.7.topk", "selection of rows"),
+    "a group visible before it is closed": ("layers.2.topk", "selection of rows"),
+    "sink scaled like a score": ("layers.0.attention", "sink"),
+    "a norm of every query head": ("layers.0.q", "queries"),
+    "bias used as weight": ("layers.0.route_weights", "affinities without bias"),
+    "bias_vl ignored": ("layers.0.route_experts", IMAGES),
+    "routing weights not normalised": ("layers.0.route_weights", "normalised"),
+    "up clamped from above only": ("layers.0.ffn_out", "limits"),
+    "routing weight after a rounding of its own": ("layers.0.ffn_out", "routing weight"),
+    "mixing matrix transposed": ("layers.0.output", "comb"),
+    "experts read with the mix of attention": ("layers.0.ffn_in", "read with pre"),
+    "Engram rows zeroed": ("layers.1.engram_out", "rows of the table"),
+    "look-back goes on beyond an image": ("layers.1.engram_rows", START),
+    "Engram adds at image tokens": ("layers.1.engram_out", IMAGES),
+    "wrong pad in Engram": ("layers.1.engram_rows", START),
 }
+MUTATIONS = {mutation.name: (mutation.file, mutation.edits) for mutation in mutations.MUTATIONS} | {
+    "wrong pad in Engram": ("engram.py", (("int(token_map[config.engram_pad_token_id])", "config.engram_pad_token_id + 5"),))}
+QUICK = ("newest block not pinned", "pooled group rotated at its last token")     # the others take a minute together
 PRODUCT = [path.stem for path in ROOT.glob("*.py")]
 
 
@@ -421,17 +420,19 @@ def bug_free(folder: Path) -> Path:
     return record(folder, "image", "bug_free", "--no-draft", decode=1)
 
 
-def planted(mutation: tuple[str, str, str], folder: Path, run: str = "image") -> Path:
+def planted(bug: str, folder: Path, run: str = "image") -> Path:
     """Record with a copy of the product that has one mistake."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
     for name in PRODUCT:
         shutil.copy(ROOT / f"{name}.py", copy)
-    file, right, wrong = mutation
+    file, edits = MUTATIONS[bug]
     source = (copy / file).read_text()
-    assert source.count(right) == 1, f"{file} no longer has {right!r} once: change the mutation with it"
-    (copy / file).write_text(source.replace(right, wrong))
+    for right, wrong in edits:
+        assert source.count(right) == 1, f"{file} no longer has {right!r} once: change the mutation with it"
+        source = source.replace(right, wrong)
+    (copy / file).write_text(source)
     kept = {name: sys.modules.pop(name) for name in PRODUCT if name in sys.modules}
     sys.path.insert(0, str(copy))
     try:
@@ -449,13 +450,10 @@ def planted(mutation: tuple[str, str, str], folder: Path, run: str = "image") ->
     return out
 
 
-QUICK = ("newest block not pinned", "open group rotated at its last token")
-
-
-@pytest.mark.parametrize("bug", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MUTATIONS])
+@pytest.mark.parametrize("bug", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in VERDICTS])
 def test_the_verdict_names_a_planted_bug(bug: str, bug_free: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mutation, name, word = MUTATIONS[bug]
-    mutant = planted(mutation, folder)
+    name, word = VERDICTS[bug]
+    mutant = planted(bug, folder)
     code, report = compare(capsys, bug_free, mutant, "--ckpt-path", CHECKPOINT)
     assert code == 1 and report["causes"][0]["name"] == name
     assert word in report["verdict"][0] and report["verdict"][0].startswith("wrong by itself: " + name)
@@ -475,7 +473,7 @@ def test_noise_gives_tolerances_that_pass_other_arithmetic_and_no_bug(folder: Pa
     assert 0 < found["local"]["layers.3.attn_out"]["rel_l2"] < 0.01 < found["free"]["layers.9.output"]["rel_l2"]
     code, report = compare(capsys, exact, fast, "--ckpt-path", CHECKPOINT)
     assert code == 0 and not report["causes"]
-    code, report = compare(capsys, exact, planted(MUTATIONS["sink scaled"][0], folder, "short"), "--ckpt-path", CHECKPOINT)
+    code, report = compare(capsys, exact, planted("sink scaled like a score", folder, "short"), "--ckpt-path", CHECKPOINT)
     assert code == 1 and report["causes"][0]["name"] == "layers.0.attention"
 
 

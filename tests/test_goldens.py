@@ -2,6 +2,7 @@
 
 Everything is read off by ordinary forward hooks on named modules. What each array is: golden_data.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -32,10 +33,18 @@ class Recorder:
             self.after(layer.attn, lambda args, out, i=i: {f"{i}.attn_out": out[0][0]})
             self.after(layer.ffn_norm, lambda args, out, i=i: {f"{i}.ffn_in": out[0]})
             self.after(layer.ffn, lambda args, out, i=i: {f"{i}.ffn_out": out[0]})
-            self.after(layer.ffn.gate, lambda args, out, i=i: {f"{i}.route_weights": out[0], f"{i}.route_experts": out[1]})
+            self.after(
+                layer.ffn.gate, lambda args, out, i=i: {f"{i}.route_weights": out[0], f"{i}.route_experts": out[1]}
+            )
             if layer.engram is not None:
-                self.after(layer.engram, lambda args, out, i=i: {
-                    f"{i}.engram_in": args[0][0], f"{i}.engram_rows": args[1][0], f"{i}.engram_out": out[0]})
+                self.after(
+                    layer.engram,
+                    lambda args, out, i=i: {
+                        f"{i}.engram_in": args[0][0],
+                        f"{i}.engram_rows": args[1][0],
+                        f"{i}.engram_out": out[0],
+                    },
+                )
             if hasattr(layer.attn, "indexer"):
                 self.after(layer.attn.indexer, lambda args, out, i=i: self.selection(i, out))
 
@@ -66,7 +75,9 @@ class Recorder:
         return {name: torch.cat(parts) for name, parts in self.parts.items()}
 
 
-def record(model: Transformer, tokens: Tensor, chunks: Sequence[int], images: Any = None) -> tuple[dict[str, Tensor], Cache]:
+def record(
+    model: Transformer, tokens: Tensor, chunks: Sequence[int], images: Any = None
+) -> tuple[dict[str, Tensor], Cache]:
     recorder, cache, at = Recorder(model), model.new_cache(), 0
     logits, hidden = [], []
     for n in chunks:
@@ -81,7 +92,16 @@ def record(model: Transformer, tokens: Tensor, chunks: Sequence[int], images: An
 
 def backbone(run: str) -> dict[str, Tensor]:
     """The recording without what the draft head and the vision tower made."""
-    other = ("dspark.tokens", "dspark.logits", "dspark.confidence", "patches", "vit", "features", "types", "token_types")
+    other = (
+        "dspark.tokens",
+        "dspark.logits",
+        "dspark.confidence",
+        "patches",
+        "vit",
+        "features",
+        "types",
+        "token_types",
+    )
     return {name: value for name, value in golden(run).items() if name not in other}
 
 
@@ -121,6 +141,7 @@ def test_golden_arrays_see_every_layer_and_both_pruned_and_filling_selections(go
 def test_each_fake_quantisation_can_be_switched_off(kind: str, golden_text: dict[str, Tensor]) -> None:
     """Off, the run equals the twin without it; and it is not the golden run any more."""
     import twin
+
     tokens = golden_text["tokens"][:60]
     model = load_model(CHECKPOINT, exact=True, device="cpu", fake_quant=FakeQuant(**{kind: False}))
     actual, cache = record(model, tokens, [51, 9])

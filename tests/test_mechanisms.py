@@ -1,5 +1,6 @@
 """Each mechanism of model.py against the slow twin, on inputs that break symmetry. What a whole run computes is
 test_goldens; the formats are test_quant; Engram and the vision tower have files of their own."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,9 +17,29 @@ from torch import Tensor, nn
 import mutations
 import twin
 from golden_data import same_bits
-from model import (Attention, Block, Cache, Chunk, Compressor, Experts, Gate, Indexer, ModelConfig, SharedExperts, Sinkhorn,
-                   SparseAttention, Tables, Transformer, argmax_lowest, collapse, hyper_connection, plan_layers, rotate,
-                   rotary_frequencies, rotation, select_top, swiglu, write_streams)
+from model import (
+    Cache,
+    Compressor,
+    Experts,
+    Gate,
+    Indexer,
+    ModelConfig,
+    SharedExperts,
+    Sinkhorn,
+    SparseAttention,
+    Tables,
+    Transformer,
+    argmax_lowest,
+    collapse,
+    hyper_connection,
+    plan_layers,
+    rotate,
+    rotary_frequencies,
+    rotation,
+    select_top,
+    swiglu,
+    write_streams,
+)
 from quant import E4M3_E8M0, Numerics, Ranks, fake_quantise, to_bf16
 from small_models import Small, randomise, small_config
 
@@ -67,14 +88,17 @@ def test_case_10_frequencies_of_the_released_layers() -> None:
     own = torch.tensor([160000.0 ** (-j / 32) for j in range(32)])
     assert same_bits(yarn[0], torch.tensor(1.0)) and yarn[31].item() == pytest.approx(own[31].item() / 16, rel=1e-6)
     ratio = own / yarn
-    assert (ratio.diff() > -1e-4).all() and int(((ratio > 1.01) & (ratio < 15.9)).sum()) > 5    # a ramp in between
+    assert (ratio.diff() > -1e-4).all() and int(((ratio > 1.01) & (ratio < 15.9)).sum()) > 5  # a ramp in between
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 19, 20, 39, 40, 42])
 def test_case_10_every_layer_has_one_table_for_all_it_rotates(layer: int) -> None:
     """Layers 0 and 1 and the draft layers: theta 10,000 without YaRN; all others 160,000 with YaRN. No temperature."""
-    tables = Tables(rotary_frequencies(64, RELEASED.rope_theta),
-                    rotary_frequencies(64, RELEASED.compress_rope_theta, RELEASED.rope_scaling), torch.float64)
+    tables = Tables(
+        rotary_frequencies(64, RELEASED.rope_theta),
+        rotary_frequencies(64, RELEASED.compress_rope_theta, RELEASED.rope_scaling),
+        torch.float64,
+    )
     x = normal(1, len(POSITIONS), 3, 80).bfloat16()
     turned = rotate(x, tables.of(plan_layers(RELEASED)[layer], torch.tensor([POSITIONS])))
     expected = twin.rotate(x[0].double().numpy(), POSITIONS, twin_frequencies(layer))
@@ -90,18 +114,21 @@ def test_angles_are_float32_products() -> None:
     x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
     x[..., 0::2] = 1
     turned = rotate(x, rotation(torch.tensor([[1048575]]), freqs, torch.float64)).flatten()
-    angle = torch.tensor(1048575.0) * freqs                                   # one float32 product
-    assert same_bits(turned[0::2], to_bf16(angle.double().cos())) and same_bits(turned[1::2], to_bf16(angle.double().sin()))
+    angle = torch.tensor(1048575.0) * freqs  # one float32 product
+    assert same_bits(turned[0::2], to_bf16(angle.double().cos())) and same_bits(
+        turned[1::2], to_bf16(angle.double().sin())
+    )
     wide = 1048575.0 * freqs.double()
     assert not same_bits(turned[0::2], to_bf16(wide.cos()))
 
 
 def test_rotation_turns_adjacent_pairs_of_the_last_dims_only() -> None:
     freqs = torch.tensor([0.5, 0.25])
-    x = torch.tensor([[[[7.0, -0.0, 9.0, 1.0, 0.0, 0.0, 1.0]]]]).bfloat16()   # d = 7, the last 4 turn
+    x = torch.tensor([[[[7.0, -0.0, 9.0, 1.0, 0.0, 2.0, 1.0]]]]).bfloat16()  # d = 7, the last 4 turn
     out = rotate(x, rotation(torch.tensor([[2]]), freqs, torch.float64)).flatten().tolist()
-    b = lambda v: float(to_bf16(torch.tensor(v, dtype=torch.float64)))        # noqa: E731
-    assert out == [7.0, -0.0, 9.0, b(math.cos(1)), b(math.sin(1)), b(-math.sin(0.5)), b(math.cos(0.5))]
+    b = lambda v: float(to_bf16(torch.tensor(v, dtype=torch.float64)))  # noqa: E731
+    c, s = math.cos(0.5), math.sin(0.5)
+    assert out == [7.0, -0.0, 9.0, b(math.cos(1)), b(math.sin(1)), b(2 * c - s), b(2 * s + c)]
     assert math.copysign(1, out[1]) == -1
 
 
@@ -110,17 +137,22 @@ def test_the_inverse_rotation_is_the_conjugate_at_the_same_position() -> None:
     x = normal(1, 3, 5, 24).bfloat16()
     table = rotation(torch.tensor([positions]), freqs, torch.float64)
     back = rotate(x, table, inverse=True)
-    assert same_bits(back[0].double(), from_numpy(twin.rotate(x[0].double().numpy(), positions, freqs.numpy(), inverse=True)))
+    assert same_bits(
+        back[0].double(), from_numpy(twin.rotate(x[0].double().numpy(), positions, freqs.numpy(), inverse=True))
+    )
     assert (rotate(rotate(x, table), table, inverse=True).float() - x.float()).abs().max() <= 2.0**-7 * x.abs().max()
     assert not same_bits(back, rotate(x, table))
 
 
 def test_position_zero_is_the_identity() -> None:
     x = normal(2, 1, 3, 16).bfloat16()
-    assert same_bits(rotate(x, rotation(torch.zeros(2, 1, dtype=torch.int64), rotary_frequencies(8, 1e4), torch.float64)), x)
+    assert same_bits(
+        rotate(x, rotation(torch.zeros(2, 1, dtype=torch.int64), rotary_frequencies(8, 1e4), torch.float64)), x
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ selection
+
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6, 7, 40])
 @pytest.mark.parametrize("k", [1, 2, 5, 6])
@@ -148,12 +180,14 @@ def test_select_top_of_distinct_scores_of_both_signs() -> None:
 def test_case_13_argmax_takes_the_lowest_of_equal_values() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0, -1.0], [0.0, -0.0, 0.0, 0.0], [-2.0, -5.0, -2.0, -2.0]])
     assert argmax_lowest(x).tolist() == [1, 0, 0]
-    assert argmax_lowest(normal(40, 33)).tolist() == [max(range(33), key=row.__getitem__) for row in normal(40, 33).tolist()]
+    assert argmax_lowest(normal(40, 33)).tolist() == [
+        max(range(33), key=row.__getitem__) for row in normal(40, 33).tolist()
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- indexer
 
-INDEX = small_config()   # 3 heads of 32, top-k 10, a pool of 4 blocks of 7; layer 1 has ratio 3, layers 3 and 4 ratio 1
+INDEX = small_config()  # 3 heads of 32, top-k 10, a pool of 4 blocks of 7; layer 1 has ratio 3, layers 3 and 4 ratio 1
 
 
 def cache_with(config: ModelConfig, layer: int, main: Tensor | None, keys: Tensor | None, tokens: int) -> Cache:
@@ -163,7 +197,9 @@ def cache_with(config: ModelConfig, layer: int, main: Tensor | None, keys: Tenso
     main = torch.zeros(n, config.head_dim) if main is None else main
     keys = torch.zeros(n, config.index_head_dim) if keys is None else keys
     chunk = cache.chunk([tokens], tokens, "encoder")
-    cache.write_compressed(layer, chunk, cache.main_rows.pack(main.bfloat16()[None]), cache.key_rows.pack(keys.bfloat16()[None]))
+    cache.write_compressed(
+        layer, chunk, cache.main_rows.pack(main.bfloat16()[None]), cache.key_rows.pack(keys.bfloat16()[None])
+    )
     cache.commit(chunk)
     return cache
 
@@ -179,15 +215,18 @@ def choose(layer: int, q: Tensor, w: Tensor, keys: Tensor, positions: Sequence[i
     return indexer(torch.zeros(1, len(positions), INDEX.hidden_size), None, still, chunk, cache, pool)
 
 
-def expect(layer: int, q: Tensor, w: Tensor, keys: Tensor, positions: Sequence[int],
-           pool: list[set[int]] | None = None) -> tuple[list[list[int]], list[set[int]]]:
+def expect(
+    layer: int, q: Tensor, w: Tensor, keys: Tensor, positions: Sequence[int], pool: list[set[int]] | None = None
+) -> tuple[list[list[int]], list[set[int]]]:
     """What the twin selects, and the pool it would make."""
     quantised = twin.quantise_fp4(q.bfloat16().double().numpy()).values
     keys = twin.quantise_fp4(keys.bfloat16().double().numpy()).values
     scores = twin.index_scores(quantised, keys, w.bfloat16().double().numpy())
     ratio, size = plan_layers(INDEX)[layer].ratio, INDEX.candidate_block_size
     reach = [scores[t, : twin.visible_groups(p, ratio)].tolist() for t, p in enumerate(positions)]
-    chosen = [twin.select(row, INDEX.index_topk, size, None if pool is None else pool[t]) for t, row in enumerate(reach)]
+    chosen = [
+        twin.select(row, INDEX.index_topk, size, None if pool is None else pool[t]) for t, row in enumerate(reach)
+    ]
     return chosen, [twin.candidate_blocks(row, size, INDEX.candidate_topk_blocks) for row in reach]
 
 
@@ -217,14 +256,16 @@ def test_case_14_opposite_products_do_not_cancel() -> None:
     """q.k = +a in one head and -a in the other: with weights (1, 1) the score is a, not 0; with (1, -3) still a."""
     keys = torch.zeros(40, 32)
     keys[:, 2] = 0.5
-    keys[30, 0], keys[31, 0] = 6.0, -6.0     # +-a for heads that look along axis 0 with both signs
+    keys[30, 0], keys[31, 0] = 6.0, -6.0  # +-a for heads that look along axis 0 with both signs
     q = torch.zeros(1, 3, 32)
     q[0, 0, 0], q[0, 1, 0] = 1.0, -1.0
     for weights, first in (((1.0, 1.0, 0.0), {30, 31}), ((1.0, -3.0, 0.0), {30}), ((-1.0, 2.0, 0.0), {31})):
         rows = listed(choose(3, q, torch.tensor([weights]), keys, [39]).rows[0])[0]
-        assert first <= set(rows) and sum(j < 10 for j in rows) == 10 - len(first)   # the rest are ties at 0
+        assert first <= set(rows) and sum(j < 10 for j in rows) == 10 - len(first)  # the rest are ties at 0
     low = listed(choose(3, q, torch.tensor([[-1.0, -1.0, 0.0]]), keys, [39]).rows[0])[0]
     assert low == list(range(10))
+    below = keys[[30, 31, *range(30)]]  # rows 0 and 1 have scores below those that are 0
+    assert listed(choose(3, q, torch.tensor([[-1.0, -1.0, 0.0]]), below, [31]).rows[0])[0] == list(range(2, 12))
 
 
 def test_case_13_products_that_are_all_negative_tie_at_zero() -> None:
@@ -234,22 +275,22 @@ def test_case_13_products_that_are_all_negative_tie_at_zero() -> None:
 
 
 def test_case_13_duplicate_keys_and_keys_out_of_reach() -> None:
-    keys = normal(6, 32).repeat(10, 1)                                                  # 60 rows, ten of each kind
+    keys = normal(6, 32).repeat(10, 1)  # 60 rows, ten of each kind
     q, w = normal(60, 3, 32, seed=4), normal(60, 3, seed=5)
     assert listed(choose(3, q, w, keys, range(60)).rows[0]) == expect(3, q, w, keys, range(60))[0]
     early = listed(choose(1, q[:5], w[:5], keys, range(5)).rows[0])
-    assert early == [[], [], [0], [0], [0]]                                             # ratio 3: closed groups only
+    assert early == [[], [], [0], [0], [0]]  # ratio 3: closed groups only
 
 
 def test_case_12_the_newest_block_stays_in_the_pool_and_confines_later_sources() -> None:
     """The newest block is partly filled and has the worst score; there are 12 blocks and the pool takes 4."""
     keys, q, w = normal(78, 32), normal(2, 3, 32, seed=6), normal(2, 3, seed=7).abs() + 0.1
-    keys[77] = -100 * q.sum((0, 1))                       # row 77, alone in block 11: every product is negative
+    keys[77] = -100 * q.sum((0, 1))  # row 77, alone in block 11: every product is negative
     positions = [76, 77]
     chosen, pool = expect(3, q, w, keys, positions)
     got = choose(3, q, w, keys, positions)
     assert [set(row) for row in listed(got.pool[0])] == pool and 11 in pool[1] and 11 not in pool[0] and 10 in pool[0]
-    assert listed(got.rows[0]) == chosen                  # the source itself looks everywhere
+    assert listed(got.rows[0]) == chosen  # the source itself looks everywhere
     assert any(j // 7 not in pool[1] for j in chosen[1])
     later = normal(2, 3, 32, seed=8)
     confined, _ = expect(4, later, w, keys, positions, pool)
@@ -286,10 +327,19 @@ def test_a_source_before_the_pool_hands_none_up_and_a_later_one_hands_on_the_sam
 
 # ----------------------------------------------------------------------------------------------------- sparse attention
 
-def attend(q: Tensor, kv: Tensor, rows: Tensor, sink: Tensor, selection: list[list[int]], config: ModelConfig = INDEX,
-           num: Numerics = EXACT, split: int = 0) -> Tensor:
-    """SparseAttention of q [S, H, d] over its own window rows kv [S, d] and compressed rows [n, d] of layer 3. The first
-    `split` tokens come in an earlier chunk."""
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    rows: Tensor,
+    sink: Tensor,
+    selection: list[list[int]],
+    config: ModelConfig = INDEX,
+    num: Numerics = EXACT,
+    split: int = 0,
+) -> Tensor:
+    """SparseAttention of q [S, H, d] over its own window rows kv [S, d] and compressed rows [n, d] of layer 3. The
+    first `split` tokens come in an earlier chunk."""
     cache = cache_with(config, 3, rows, None, len(rows))
     cache.num = num
     core, out, ring = SparseAttention(config, num), [], cache.rings["window", 3]
@@ -308,7 +358,10 @@ def attend(q: Tensor, kv: Tensor, rows: Tensor, sink: Tensor, selection: list[li
 def expected_attention(q: Tensor, kv: Tensor, rows: Tensor, sink: Tensor, selection: list[list[int]]) -> Tensor:
     values = lambda x: x.bfloat16().double().numpy()  # noqa: E731
     near, far = twin.quantise_fp8(values(kv)).values, twin.quantise_fp4_main(values(rows)).values
-    visible = [sorted(twin.visible_window(t, INDEX.sliding_window)) + [len(kv) + j for j in selection[t]] for t in range(len(q))]
+    visible = [
+        sorted(twin.visible_window(t, INDEX.sliding_window)) + [len(kv) + j for j in selection[t]]
+        for t in range(len(q))
+    ]
     out = twin.sparse_attention(values(q), np.concatenate([near, far]), sink.double().numpy(), visible)
     return from_numpy(twin.bf16(out))
 
@@ -335,14 +388,14 @@ def test_sparse_attention_equals_the_twin(split: int, sinks: str) -> None:
 def test_case_8_empty_selections_and_extreme_sinks_stay_finite() -> None:
     q, kv, rows = normal(13, 6, 32, seed=1), normal(13, 32, seed=2), normal(13, 32, seed=3)
     sink = torch.tensor([80.0, -80.0, 80.0, -80.0, 1e4, -1e4])
-    selection = [[] for _ in range(12)] + [list(range(13))]   # as wide as a selection of 13 rows
+    selection = [[] for _ in range(12)] + [list(range(13))]  # as wide as a selection of 13 rows
     for num in (EXACT, FAST):
         out = attend(q, kv, rows, sink, selection, num=num)
         assert out.isfinite().all() and out[:, [0, 2]].abs().max() < 1e-25 and out[:, 4].eq(0).all()
     expected = expected_attention(q, kv, rows, sink, selection)
     assert same_bits(attend(q, kv, rows, sink, selection).double(), expected)
     values = twin.quantise_fp8(kv.bfloat16().double().numpy()).values
-    alone = attend(q, kv, rows, sink, selection)[0, [1, 3, 5]]     # one row, no weight on the sink: its value itself
+    alone = attend(q, kv, rows, sink, selection)[0, [1, 3, 5]]  # one row, no weight on the sink: its value itself
     assert same_bits(alone.double(), from_numpy(values[0]).expand(3, -1).contiguous())
 
 
@@ -367,6 +420,7 @@ def test_rows_seen_twice_count_twice() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- compressor
+
 
 def compressor_of(ratio: int, seed: int = 0) -> tuple[ModelConfig, Compressor]:
     config = small_config(compress_ratios=[0, ratio, ratio, 1, 1])
@@ -399,16 +453,19 @@ def test_case_3_latents_of_every_chunking_equal_the_twin(ratio: int, chunks: lis
     if ratio == 1:
         want = twin.pool(twin.bf16(project(layer.wkv)), None, 1, norm, config.rms_norm_eps)
     else:
-        want = twin.pool(twin.float32(project(layer.wkv)), twin.float32(project(layer.wgate)), ratio, norm, config.rms_norm_eps)
+        want = twin.pool(
+            twin.float32(project(layer.wkv)), twin.float32(project(layer.wgate)), ratio, norm, config.rms_norm_eps
+        )
     got, first = latents(config, layer, x, chunks)
     assert same_bits(got.double(), from_numpy(want))
-    assert first == [j * ratio for j in range(29 // ratio)]           # rotated where the group begins
+    assert first == [j * ratio for j in range(29 // ratio)]  # rotated where the group begins
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_open_groups_are_rounded_to_float32(split: bool) -> None:
-    """kv = 1 + 2^-30 and -1 with equal scores cancel after rounding to float32 and leave 2^-31 without it; scores 1000 and
-    1000 + 2^-20 are equal in float32 and tilt kv = +-1 without it. In bfloat16 the 1 + 2^-10 of the last would be lost."""
+    """kv = 1 + 2^-30 and -1 with equal scores cancel after rounding to float32 and leave 2^-31 without it; scores
+    1000 and 1000 + 2^-20 are equal in float32 and tilt kv = +-1 without it. In bfloat16 the 1 + 2^-10 of the last
+    would be lost."""
     config, layer = compressor_of(2)
     layer.norm = nn.Identity()
     x = torch.zeros(6, config.hidden_size, dtype=torch.bfloat16)
@@ -426,7 +483,8 @@ def test_open_groups_are_rounded_to_float32(split: bool) -> None:
 
 
 def test_case_3_compressed_rows_and_keys_of_ratio_3(thirds: Small) -> None:
-    """Rows in the cache, unpacked: keys come from the latent before its rotation, both turned at the group's first token."""
+    """Rows in the cache, unpacked: keys come from the latent before its rotation, both turned at the group's first
+    token."""
     cache = thirds.model.new_cache()
     thirds.model(thirds.tokens[None], cache, logits="none")
     for layer in (1, 3):
@@ -436,6 +494,7 @@ def test_case_3_compressed_rows_and_keys_of_ratio_3(thirds: Small) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ MoE
+
 
 def gate_of(logits: list[float], bias: list[float], active: int, **changes: object) -> tuple[Tensor, Tensor]:
     """Weights and experts of one token whose router logits are given."""
@@ -463,7 +522,7 @@ def test_case_20_router_logits_from_minus_200_to_200() -> None:
     want = [1.5 * s / (sum(scores) + 1e-20) for s in scores]
     assert weights.isfinite().all() and weights.sum().item() == pytest.approx(1.5, rel=1e-15)
     assert weights.tolist() == pytest.approx(want, rel=1e-14, abs=0)
-    assert 0 < weights[-1] < 1e-40                            # sqrt(log(1 + e^-200)), not 0
+    assert 0 < weights[-1] < 1e-40  # sqrt(log(1 + e^-200)), not 0
 
 
 def test_case_20_the_bias_selects_and_never_weighs() -> None:
@@ -496,8 +555,13 @@ def test_tokens_of_an_image_are_routed_with_their_own_bias(tiny: Transformer) ->
 
 
 def twin_expert(experts: Experts, e: int) -> list[twin.Weight]:
-    return [twin.Weight("fp4", twin.dequantise_fp4_weight(w.weight[e].view(torch.uint8).numpy(), w.scale[e].view(torch.uint8).numpy()))
-            for w in (experts.w1, experts.w2, experts.w3)]
+    return [
+        twin.Weight(
+            "fp4",
+            twin.dequantise_fp4_weight(w.weight[e].view(torch.uint8).numpy(), w.scale[e].view(torch.uint8).numpy()),
+        )
+        for w in (experts.w1, experts.w2, experts.w3)
+    ]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 60])
@@ -512,15 +576,17 @@ def test_case_21_experts_equal_the_twin(tokens: int) -> None:
     assert np.abs(first).max() > 40 and (first > 0).any() and (first < 0).any()
     got = experts(fake_quantise(x, E4M3_E8M0, torch.float64), weights, chosen)
     want = np.zeros((tokens, config.hidden_size))
-    for e in range(5):                                         # ascending, each expert its own tokens
+    for e in range(5):  # ascending, each expert its own tokens
         token, slot = np.nonzero(chosen.numpy() == e)
         if len(token):
             w1, w2, w3 = twin_expert(experts, e)
-            want[token] += twin.expert(x[token].double().numpy(), w1, w2, w3, config.swiglu_limit, weights.numpy()[token, slot])
+            want[token] += twin.expert(
+                x[token].double().numpy(), w1, w2, w3, config.swiglu_limit, weights.numpy()[token, slot]
+            )
     assert got.dtype == torch.float64 and same_bits(to_bf16(got), from_numpy(twin.bf16(want)).bfloat16())
     loose = twin.expert(x.double().numpy(), *[twin_expert(experts, 0)[i] for i in (0, 1, 2)], 0.0, None)
     tight = twin.expert(x.double().numpy(), *[twin_expert(experts, 0)[i] for i in (0, 1, 2)], config.swiglu_limit, None)
-    assert not np.array_equal(loose, tight)                    # the clamp bites here
+    assert not np.array_equal(loose, tight)  # the clamp bites here
 
 
 def test_case_21_the_shared_expert_is_clamped_too() -> None:
@@ -528,8 +594,12 @@ def test_case_21_the_shared_expert_is_clamped_too() -> None:
     shared = SharedExperts(config, EXACT)
     randomise(shared, 3)
     x = 100 * normal(9, config.hidden_size).bfloat16()
-    weights = [twin.Weight("fp8", twin.dequantise_fp8_weight(w.weight.view(torch.uint8).numpy(), w.scale.view(torch.uint8).numpy()))
-               for w in (shared.w1, shared.w2, shared.w3)]
+    weights = [
+        twin.Weight(
+            "fp8", twin.dequantise_fp8_weight(w.weight.view(torch.uint8).numpy(), w.scale.view(torch.uint8).numpy())
+        )
+        for w in (shared.w1, shared.w2, shared.w3)
+    ]
     want = twin.expert(x.double().numpy(), *weights, config.swiglu_limit)
     assert same_bits(shared(shared.w1.quantise_input(x)).double(), from_numpy(want))
     assert not np.array_equal(want, twin.expert(x.double().numpy(), *weights, 0.0))
@@ -538,7 +608,7 @@ def test_case_21_the_shared_expert_is_clamped_too() -> None:
 def test_case_21_clamps_up_on_both_sides_and_gate_from_above() -> None:
     gate = torch.tensor([50.0, -50.0, 1.0, 1.0, -2.0], dtype=torch.float64)
     up = torch.tensor([1.0, 1.0, 50.0, -50.0, 2.0], dtype=torch.float64)
-    silu = lambda v: v / (1 + math.exp(-v))                    # noqa: E731
+    silu = lambda v: v / (1 + math.exp(-v))  # noqa: E731
     want = [silu(2.5), silu(-50.0), silu(1.0) * 2.5, silu(1.0) * -2.5, silu(-2.0) * 2.0]
     assert same_bits(swiglu(gate, up, 2.5), to_bf16(torch.tensor(want, dtype=torch.float64)))
     weight = torch.tensor([3.0, 0.5, 2.0, 1.0, 0.1], dtype=torch.float64)
@@ -548,6 +618,7 @@ def test_case_21_clamps_up_on_both_sides_and_gate_from_above() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ Single-Pass mHC
+
 
 def test_case_19_streams_are_mixed_by_columns_of_a_matrix_that_is_not_symmetric() -> None:
     """out[j] = post[j] y + sum_i comb[i, j] x[i], by hand on small integers."""
@@ -574,12 +645,14 @@ def test_case_19_hyper_connections_equal_the_twin(streams: int) -> None:
     for name, a, b in zip(("pre", "post", "comb"), got, want):
         assert a.dtype == torch.float64 and torch.allclose(a[0], from_numpy(b), rtol=1e-13, atol=0), name
     pre, post, comb = got
-    assert (comb - comb.transpose(-1, -2)).abs().max() > 0.1   # it would pass transposed otherwise
+    assert (comb - comb.transpose(-1, -2)).abs().max() > 0.1  # it would pass transposed otherwise
     assert pre.min() > config.hc_eps and (post > 1).any() and post.max() < 2
     assert (comb.sum(-2) - 1).abs().max() < 1e-5
     y = normal(1, 25, D, seed=4).bfloat16()
-    assert same_bits(write_streams(y, x, post, comb)[0].double(),
-                     from_numpy(twin.expand(y[0].double().numpy(), x[0].double().numpy(), *want[1:])))
+    assert same_bits(
+        write_streams(y, x, post, comb)[0].double(),
+        from_numpy(twin.expand(y[0].double().numpy(), x[0].double().numpy(), *want[1:])),
+    )
     assert same_bits(collapse(x, pre)[0].double(), from_numpy(twin.collapse(x[0].double().numpy(), want[0])))
 
 
@@ -597,7 +670,13 @@ def test_case_19_a_model_keeps_its_dtypes() -> None:
     with torch.device("meta"):
         model = Transformer(small_config(), EXACT)
     before = {name: p.dtype for name, p in model.named_parameters()}
-    for change in (lambda: model.to(torch.bfloat16), model.half, model.double, model.float, lambda: model.to(dtype=torch.float32)):
+    for change in (
+        lambda: model.to(torch.bfloat16),
+        model.half,
+        model.double,
+        model.float,
+        lambda: model.to(dtype=torch.float32),
+    ):
         with pytest.raises(ValueError, match="not change dtype"):
             change()
     assert {name: p.dtype for name, p in model.named_parameters()} == before
@@ -608,11 +687,14 @@ def test_case_19_a_model_keeps_its_dtypes() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ mutations
 
+
 def test_every_mutation_still_applies() -> None:
     """The list of mistakes in mutations.py is about lines that exist; whether each is caught is the long test's."""
     names = [mutation.name for mutation in mutations.MUTATIONS]
     assert len(set(names)) == len(names) >= 30
-    assert {mutation.name: mutations.stale(mutation) for mutation in mutations.MUTATIONS if mutations.stale(mutation)} == {}
+    assert {
+        mutation.name: mutations.stale(mutation) for mutation in mutations.MUTATIONS if mutations.stale(mutation)
+    } == {}
 
 
 @pytest.mark.long

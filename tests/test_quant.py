@@ -1,4 +1,5 @@
 """Number formats: codes, scale rules, packing, the linear layer and the norm against the slow twin."""
+
 from __future__ import annotations
 
 import math
@@ -11,14 +12,39 @@ from torch import Tensor, nn
 
 import twin
 from golden_data import difference, same_bits
-from quant import (E2M1, E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, BlockFormat, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec,
-                   ceil_pow2, decode_e2m1, decode_e4m3, decode_e8m0, dequantise, dequantise_weight, e2m1_pairs, encode_e2m1,
-                   fake_quantise, product, quantise, to_bf16)
+from quant import (
+    E2M1,
+    E2M1_E4M3,
+    E2M1_E8M0,
+    E4M3_E8M0,
+    BlockFormat,
+    FakeQuant,
+    Linear,
+    Numerics,
+    Ranks,
+    RMSNorm,
+    RowCodec,
+    ceil_pow2,
+    decode_e2m1,
+    decode_e4m3,
+    decode_e8m0,
+    dequantise,
+    dequantise_weight,
+    e2m1_pairs,
+    encode_e2m1,
+    fake_quantise,
+    product,
+    quantise,
+    to_bf16,
+)
 
 EXACT, FAST = Numerics(torch.float64), Numerics(torch.float32)
 FORMATS = (E4M3_E8M0, E2M1_E8M0, E2M1_E4M3)
-TWINS: dict[BlockFormat, Callable] = {E4M3_E8M0: twin.quantise_fp8, E2M1_E8M0: twin.quantise_fp4,
-                                      E2M1_E4M3: twin.quantise_fp4_main}
+TWINS: dict[BlockFormat, Callable] = {
+    E4M3_E8M0: twin.quantise_fp8,
+    E2M1_E8M0: twin.quantise_fp4,
+    E2M1_E4M3: twin.quantise_fp4_main,
+}
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3_e8m0", "e2m1_e8m0", "e2m1_e4m3"])
 
 
@@ -32,6 +58,7 @@ def from_numpy(x: np.ndarray) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- elements
 
+
 def test_every_code_of_every_format_decodes_to_its_definition() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     finite = (codes & 0x7F) != 0x7F
@@ -43,7 +70,9 @@ def test_every_code_of_every_format_decodes_to_its_definition() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         pairs = decode_e2m1(codes, e2m1_pairs(dtype))
         assert pairs.dtype == dtype and pairs.shape == (512,)
-        assert same_bits(pairs[0::2].double(), from_numpy(twin.E2M1)[(codes & 15).long()])  # even columns: the low nibble
+        assert same_bits(
+            pairs[0::2].double(), from_numpy(twin.E2M1)[(codes & 15).long()]
+        )  # even columns: the low nibble
         assert same_bits(pairs[1::2].double(), from_numpy(twin.E2M1)[(codes >> 4).long()])
 
 
@@ -53,7 +82,9 @@ def test_e2m1_midpoints_and_their_neighbours() -> None:
     assert [E2M1[c] for c in encode_e2m1(mid).tolist()] == list(ties.values())
     for towards in (0.0, 9.0):
         beside = mid.nextafter(torch.tensor(towards))
-        assert [E2M1[c] for c in encode_e2m1(beside).tolist()] == [min(E2M1, key=lambda v: abs(v - b)) for b in beside.tolist()]
+        assert [E2M1[c] for c in encode_e2m1(beside).tolist()] == [
+            min(E2M1, key=lambda v: abs(v - b)) for b in beside.tolist()
+        ]
     assert encode_e2m1(torch.tensor([-0.0, -0.1, 0.0, 6.0, -6.0, -5.0])).tolist() == [8, 8, 0, 7, 15, 14]
 
 
@@ -80,6 +111,7 @@ def test_to_bf16_goes_through_float32() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- quantisers
 
+
 def every_bf16() -> Tensor:
     """All finite bf16 values in the order of their codes, so that neighbours share a block."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -96,13 +128,30 @@ def nasty_rows() -> dict[str, Tensor]:
         "amax exactly 448 * 2^k": torch.stack([ramp * 448 * p for p in powers]),
         "amax exactly 6 * 2^k": torch.stack([ramp * 6 * p for p in powers]),
         "amax one step above": torch.stack([row(v * (1 + 2.0**-7), v / 3, -v / 7) for v in (448.0, 6.0, 224.0, 3.0)]),
-        "midpoints of E2M1": torch.stack([row(6.0, *(s * m for m in (.25, .75, 1.25, 1.75, 2.5, 3.5, 5) for s in (1, -1))) * p
-                                          for p in (1.0, 4.0, 2.0**-9, 2.0**60)]),
-        "midpoints of E4M3": torch.stack([row(448.0, *(2.0**e * (1 + (2 * i + 1) / 16) for e in (-5, 0, 7) for i in range(7)),
-                                              *(k * 2.0**-10 for k in range(1, 10))) * p for p in (1.0, 2.0**-11, 2.0**20)]),
-        "subnormals": torch.stack([ramp * 2.0**-130, ramp * 1e-4, ramp * 6 * 2.0**-126, ramp * 7.5 * 2.0**-9, ramp * 2.0**-12]),
+        "midpoints of E2M1": torch.stack(
+            [
+                row(6.0, *(s * m for m in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5) for s in (1, -1))) * p
+                for p in (1.0, 4.0, 2.0**-9, 2.0**60)
+            ]
+        ),
+        "midpoints of E4M3": torch.stack(
+            [
+                row(
+                    448.0,
+                    *(2.0**e * (1 + (2 * i + 1) / 16) for e in (-5, 0, 7) for i in range(7)),
+                    *(k * 2.0**-10 for k in range(1, 10)),
+                )
+                * p
+                for p in (1.0, 2.0**-11, 2.0**20)
+            ]
+        ),
+        "subnormals": torch.stack(
+            [ramp * 2.0**-130, ramp * 1e-4, ramp * 6 * 2.0**-126, ramp * 7.5 * 2.0**-9, ramp * 2.0**-12]
+        ),
         "amax / 6 above 448": torch.stack([ramp * 2689, ramp * 2816, ramp * 1e6, ramp * 1e37]),
-        "one outlier": torch.stack([row(1000.0, *[0.01] * 31), row(-1e37, *[1.0] * 31), torch.cat([torch.full((31,), 1e-6), row(9.)[:1]])]),
+        "one outlier": torch.stack(
+            [row(1000.0, *[0.01] * 31), row(-1e37, *[1.0] * 31), torch.cat([torch.full((31,), 1e-6), row(9.0)[:1]])]
+        ),
         "quotient above 6": torch.stack([row(7.0, -6.9, 6.5), row(7.5 * 2.0**-9, -7 * 2.0**-9), row(10.0, -2.0, 0.5)]),
     }
 
@@ -130,16 +179,17 @@ def test_case_22_nasty_blocks_equal_the_twin(fmt: BlockFormat, kind: str) -> Non
 @formats
 def test_case_22_every_bf16_value_and_random_blocks_equal_the_twin(fmt: BlockFormat) -> None:
     x = every_bf16()
-    x = x[x.abs() < 2.0**125]                                  # above, a value rounded up may leave bfloat16
-    check_against_twin(x.view(-1, 64), fmt)                    # blocks of neighbours: all exponents, all scales
+    x = x[x.abs() < 2.0**125]  # above, a value rounded up may leave bfloat16
+    check_against_twin(x.view(-1, 64), fmt)  # blocks of neighbours: all exponents, all scales
     shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    check_against_twin(x[shuffled].view(-1, 64), fmt)          # blocks of outliers
+    check_against_twin(x[shuffled].view(-1, 64), fmt)  # blocks of outliers
     check_against_twin((normal(500, 96) * torch.exp2(4 * normal(500, 1, seed=1))).bfloat16(), fmt)
 
 
 @formats
 def test_case_22_quantising_twice_changes_nothing(fmt: BlockFormat) -> None:
-    """FP4 with E4M3 scales only while the scale is a normal number: a subnormal scale cannot be found from the values."""
+    """FP4 with E4M3 scales only while the scale is a normal number: a subnormal scale cannot be found from the
+    values."""
     rows = [*(r for kind, r in nasty_rows().items()), normal(400, 32) * torch.exp2(5 * normal(400, 1, seed=2))]
     x = torch.cat([r.double() for r in rows]).bfloat16()
     once = fake_quantise(x, fmt)
@@ -178,6 +228,7 @@ def test_a_row_that_blocks_do_not_divide_is_refused(fmt: BlockFormat) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- packing
 
+
 def test_released_rows_have_528_288_and_68_bytes() -> None:
     widths = (E4M3_E8M0, 512, 528), (E2M1_E4M3, 512, 288), (E2M1_E8M0, 128, 68)
     for fmt, width, size in widths:
@@ -204,9 +255,12 @@ def test_rows_that_are_not_quantised_are_bfloat16_bytes() -> None:
 
 # -------------------------------------------------------------------------------------------------- products and layers
 
+
 def random_fp8(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     weight = (normal(n, k, seed=seed) * 100).float().to(torch.float8_e4m3fn)
-    scale = torch.randint(116, 125, (-(-n // 32), k // 32), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    scale = torch.randint(
+        116, 125, (-(-n // 32), k // 32), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
     return weight, scale.view(torch.float8_e8m0fnu)
 
 
@@ -273,11 +327,13 @@ def test_linear_equals_the_twin(prepared: bool) -> None:
 
 def test_linear_bias_is_inside_the_rounding() -> None:
     layer = Linear(32, 1, "bf16", EXACT, bias=True)
-    layer.weight = nn.Parameter(torch.zeros(1, 32, dtype=torch.bfloat16).index_fill_(1, torch.tensor([0]), 1), requires_grad=False)
+    layer.weight = nn.Parameter(
+        torch.zeros(1, 32, dtype=torch.bfloat16).index_fill_(1, torch.tensor([0]), 1), requires_grad=False
+    )
     layer.bias = nn.Parameter(torch.tensor([2.0**-9], dtype=torch.bfloat16), requires_grad=False)
     x = torch.zeros(1, 32, dtype=torch.bfloat16)
     x[0, 0] = 1 + 2.0**-7
-    assert layer(x).item() == 1 + 2.0**-7                   # 1.0078 + 0.00195: a quarter step, rounded away once
+    assert layer(x).item() == 1 + 2.0**-7  # 1.0078 + 0.00195: a quarter step, rounded away once
     layer.bias.data[0] = 2.0**-8 + 2.0**-10
     assert layer(x).item() == 1 + 2.0**-6
 
@@ -293,6 +349,7 @@ def test_fast_linear_has_the_same_rounding_points() -> None:
 
 def test_partial_sums_travel_unrounded() -> None:
     """A weight sliced along K: the two ranks' partial products add up to the whole product, rounded once."""
+
     class Both(Ranks):  # stands in for a group: what the other rank would add
         def sum(self, x: Tensor) -> Tensor:
             assert x.dtype == torch.float64
@@ -318,7 +375,9 @@ def test_rms_norm_equals_the_twin(eps: float) -> None:
     x = (normal(40, 160, seed=3) * torch.exp2(8 * normal(40, 1, seed=4))).bfloat16()
     expected = from_numpy(twin.rms_norm(x.double().numpy(), norm.weight.double().numpy(), eps))
     assert same_bits(norm(x).double(), expected)
-    assert norm(torch.full((1, 160), 1e-4).bfloat16()).abs().max() < 2 and norm(torch.zeros(1, 160).bfloat16()).eq(0).all()
+    assert (
+        norm(torch.full((1, 160), 1e-4).bfloat16()).abs().max() < 2 and norm(torch.zeros(1, 160).bfloat16()).eq(0).all()
+    )
 
 
 def test_exact_products_do_not_depend_on_the_shape() -> None:

@@ -86,7 +86,7 @@ def test_a_replay_long_enough_makes_the_windows_exact(ced: Ced, tmp_path: Path, 
     back = session.load(ced.model, tmp_path / "s", replay=EXACT).cache
     assert same_state(back, cache) == [] and back.window_start["encoder"] == [length - EXACT]
     short = session.load(ced.model, tmp_path / "s", replay=EXACT - 1).cache
-    assert [name for name in same_state(short, cache)] == [f"window.{i}" for i in range(6, 9) if f"window.{i}" in same_state(short, cache)] != []
+    assert same_state(short, cache) and set(same_state(short, cache)) <= {"window.6", "window.7", "window.8"}
     want = feed(ced.model, ids[length:], [9], cache)[0]
     assert same_bits(feed(ced.model, ids[length:], [9], back)[0], want)
 
@@ -298,14 +298,6 @@ def test_a_file_holds_global_kv_and_little_else(ced: Ced, tmp_path: Path) -> Non
     assert 0 < (tmp_path / "s").stat().st_size - size - (7 * depth + 2 * (depth + 1)) * cache.window_rows.bytes < 2000
 
 
-def test_the_released_model_keeps_890_bytes_per_token_and_5_of_ids() -> None:
-    from model import ModelConfig
-    from quant import Numerics
-    released = ModelConfig.from_json(Path(session.__file__).parent / "config.json")
-    cache = Cache(released, Numerics(), 1, 4, torch.device("meta"))
-    assert sum((cache.main_rows.bytes + cache.key_rows.bytes) / cache.plans[i].ratio for i in cache.main) == 890
-
-
 def test_a_file_that_is_cut_off_anywhere_is_refused(ced: Ced, tmp_path: Path) -> None:
     saved(ced, 33, tmp_path / "s")
     whole = (tmp_path / "s").read_bytes()
@@ -354,13 +346,11 @@ def test_sessions_of_other_models_are_refused(ced: Ced, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make, sentence", [
     (lambda file: None, "is missing"), (lambda file: file.write_text("hello"), "is not a safetensors file"),
-    (lambda file: shutil.copy(CHECKPOINT / "model-00001-of-00001.safetensors", file), "is not a session file"),
+    (lambda file: shutil.copy(min(CHECKPOINT.glob("*.safetensors")), file), "is not a session file"),
     (lambda file: write(file, {"tokens": torch.zeros(1)}, format="session 7", length=1), "is a session file of another version, 'session 7'"),
     (lambda file: save_file({"tokens": torch.zeros(1)}, file, {"session": "[1"}), "is damaged: "),
     (lambda file: file.mkdir(), "cannot be read: Is a directory")])
 def test_files_that_are_no_session_are_refused(ced: Ced, tmp_path: Path, make: Callable[[Path], Any], sentence: str) -> None:
-    if "copy" in str(make.__code__.co_names) and not (CHECKPOINT / "model-00001-of-00001.safetensors").exists():
-        make = lambda file: shutil.copy(next(CHECKPOINT.glob("*.safetensors")), file)  # noqa: E731
     make(tmp_path / "s")
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / 's'))} {sentence}"):
         session.load(ced.model, tmp_path / "s")
@@ -391,14 +381,15 @@ def test_saving_is_atomic(ced: Ced, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saved(ced, 33, tmp_path / "s")
     before = (tmp_path / "s").read_bytes()
     cache = ced.full(44)
-    for name, error in (("fsync", OSError(28, "No space left on device")), ("replace", KeyboardInterrupt())):
+    for name, error, raised in (("fsync", OSError(28, "No space left on device"), ValueError), ("replace", KeyboardInterrupt(), KeyboardInterrupt)):
         def fail(*_: object, error: BaseException = error) -> None:
             raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(convert.os, name, fail)
-            with pytest.raises(ValueError if name == "fsync" else KeyboardInterrupt, match="s cannot be written: No space" if name == "fsync" else ""):
+            with pytest.raises(raised) as caught:
                 session.save(tmp_path / "s", ced.model, cache, ced.ids[:44].tolist(), images_before(ced, 44))
+        assert name != "fsync" or str(caught.value) == f"{tmp_path / 's'} cannot be written: No space left on device"
         assert (tmp_path / "s").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["s"]
     with pytest.raises(ValueError, match="cannot be written"):
         session.save(tmp_path / "no" / "folder" / "s", ced.model, cache, ced.ids[:44].tolist(), images_before(ced, 44))
