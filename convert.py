@@ -26,6 +26,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -38,7 +39,7 @@ from tqdm import tqdm
 from dspark import DSpark
 from engram import EngramIndex, EngramTable, TableRows, build_token_map
 from model import ModelConfig, Transformer, plan_layers
-from quant import E2M1, FakeQuant, Linear, Numerics, Ranks
+from quant import bind, E2M1, FakeQuant, Linear, Numerics, Ranks
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
           "I8": torch.int8}  # I8 holds two E2M1 codes
@@ -722,10 +723,11 @@ class ExpertStore:
         return weight.view(torch.int8).to(self.device), scale.view(torch.float8_e8m0fnu).to(self.device)
 
 
-def release_after(module: nn.Module, maps: list[mmap.mmap]) -> None:
-    """Take mapped weights out of this process's memory whenever the module has run; the next use reads them again."""
-    if maps and hasattr(mmap, "MADV_DONTNEED"):
-        module.register_forward_hook(lambda *_: [m.madvise(mmap.MADV_DONTNEED) for m in maps] and None)
+def release(maps: list[mmap.mmap]) -> None:
+    """Take pages that were touched out of this process's memory; the next use reads them again."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for mapped in maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def load_model(directory: str | Path, exact: bool = False, device: torch.device | str | None = None,
@@ -807,8 +809,12 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             else:
                 setattr(module, leaf, nn.Parameter(mapped[0], requires_grad=False))
                 maps.setdefault(module, []).append(mapped[1])
-        for module in (*model.children(), *model.layers, *(model.mtp or ())):
-            release_after(module, [m for child in module.modules() for m in maps.get(child, [])])
+        for module, of_module in maps.items():
+            if isinstance(module, Linear):
+                module.release = partial(release, of_module)
+        for module in (*model.children(), *model.layers, *(model.mtp or ())):  # for what is used otherwise
+            own = [m for child in module.modules() for m in maps.get(child, [])]
+            module.register_forward_hook(lambda *_, own=own: release(own))
     total = sum(parts[name].spec(schema[name]).nbytes for *_, names in plan for name in names)
     with progress_bar(total, "loading") as progress:
         for module, leaf, names in plan:
@@ -832,6 +838,7 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             module.attach(TableRows.mapped(weight.path, f"{full}.weight", scale.path, f"{full}.scale", first))
         elif isinstance(module, Linear) and module not in maps:
             module.prepare()
+    bind(model)
     model.engram_index, model.checkpoint = engram_index, checkpoint.directory
     return model
 

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engram import Engram, EngramIndex
-from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product, cast,
+from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, FakeQuant, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product, bind, cast,
                    dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
 from vision import Aligner, VisionConfig, VisionTower
 
@@ -957,7 +957,7 @@ class ExpertWeight(nn.Module):
         scale = torch.empty(experts, out_features, in_features // 32, dtype=torch.float8_e8m0fnu)
         self.weight, self.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
         self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None   # reads packed experts from a file (--offload)
-        self.register_buffer("pairs", None, persistent=False)
+        self.pairs: Tensor | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeight:
         return self if self.store is not None else super()._apply(fn, recurse)   # what is on disk stays there
@@ -989,22 +989,34 @@ class Experts(nn.Module):
         if self.ranks.size > 1:                    # experts of other ranks: weight 0, and a place after the last
             mine = (local >= 0) & (local < self.local)
             weights, local = torch.where(mine, weights, 0), torch.where(mine, local, self.local)
-        few = T * k <= self.local or T * k <= 16
-        if not x.is_cuda:                          # there asking costs nothing, and memory may be short
-            few = few and T * k * x.shape[-1] * self.w1.weight.shape[1] * self.num.arith.itemsize <= WORKING_SET[0]
-        if few:                                    # gather the packed experts of the routes, no synchronisation
-            chosen = local.flatten().clamp_max(self.local - 1)
-            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights.reshape(-1, 1, 1), chosen).squeeze(1)
-        else:                                      # many: one pass per expert over its tokens, found by sorting the routes
-            order = local.flatten().argsort(stable=True)
-            y, start = torch.zeros(T * k, x.shape[-1], dtype=torch.bfloat16, device=x.device), 0
-            for expert, count in enumerate(local.flatten().bincount(minlength=self.local).tolist()[: self.local]):
-                if count:
-                    routes = order[start : start + count]
-                    chosen = torch.full((1,), expert, device=x.device)
-                    y[routes] = self.run(x[routes // k].unsqueeze(0), weights.flatten()[routes].view(1, -1, 1), chosen)[0]
-                    start += count
-        return y.view(T, k, -1).to(self.num.arith).sum(1)
+        local, weights = local.flatten(), weights.reshape(-1, 1, 1)
+        if T * k <= max(16, self.local) and self.fits(T * k, 1, x):   # few: one expert for each route, no synchronisation
+            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights, local.clamp_max(self.local - 1)).squeeze(1)
+            return y.view(T, k, -1).to(self.num.arith).sum(1)
+        # Many: sort the routes by expert. A group of experts is one product over as many routes as the busiest has; a place
+        # without a route reads a row of zeros and writes where nothing is read.
+        order = F.pad(local.argsort(stable=True), (0, 1), value=T * k)
+        x, weights = F.pad(x, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 0, 0, 1))
+        y = torch.zeros(T * k + 1, x.shape[-1], dtype=torch.bfloat16, device=x.device)
+        counts = local.bincount(minlength=self.local).tolist()[: self.local]
+        busy, start = [e for e in range(self.local) if counts[e]], 0
+        starts = np.cumsum([0, *counts])
+        while start < len(busy):
+            stop = start + 1
+            while stop < len(busy) and self.fits(stop + 1 - start, max(counts[e] for e in busy[start : stop + 1]), x):
+                stop += 1
+            group, start = busy[start:stop], stop
+            first, count = torch.tensor([[starts[e] for e in group], [counts[e] for e in group]], device=x.device).unsqueeze(-1)
+            place = torch.arange(max(counts[e] for e in group), device=x.device)
+            routes = order[torch.where(place < count, first + place, T * k)]                         # [group, most routes]
+            out = self.run(x[routes // k], weights[routes.flatten()].view(*routes.shape, 1), torch.tensor(group, device=x.device))
+            y[routes] = out
+        return y[: T * k].view(T, k, -1).to(self.num.arith).sum(1)
+
+    def fits(self, experts: int, routes: int, x: Tensor) -> bool:
+        """Whether so many experts, dequantised, with so many routes each stay within the working set."""
+        D, I = x.shape[-1], self.w1.weight.shape[1]
+        return experts * (3 * D * I + routes * (2 * D + 3 * I)) * self.num.arith.itemsize <= WORKING_SET[x.is_cuda]
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [n, t, D] through experts [n] with routing weights [n, t, 1], applied before w2 and its quantisation."""
@@ -1225,7 +1237,9 @@ class Transformer(nn.Module):
         if any(fn(torch.zeros(1, dtype=kept)).dtype != kept for kept in (torch.float32, torch.bfloat16)):
             raise ValueError("the dtypes of this model are part of what it computes (float32 mHC parameters, packed FP8 and "
                              "FP4): it can move between devices but not change dtype")
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        bind(self)
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ The quantisers are literal float32 in both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -170,9 +170,9 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     blocks = x.float().unflatten(-1, (-1, fmt.block))                                  # [..., n/block, block]
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(fmt.floor)                    # [..., n/block, 1]
+    amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)                           # [..., n/block, 1]
     if fmt.scale == "e8m0":
-        return blocks, ceil_pow2(amax * _RECIPROCAL[fmt.largest])
+        return blocks, ceil_pow2(amax.mul_(_RECIPROCAL[fmt.largest]))
     return blocks, decode_e4m3((amax / 6).clamp_max(448).to(torch.float8_e4m3fn))      # a division; not a power of two
 
 
@@ -273,6 +273,13 @@ def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 WEIGHT_BLOCK = 1 << 24   # elements of a weight that are converted for a product at a time: the head alone has 662 million
 
 
+def bind(root: nn.Module) -> None:
+    """Put parameters and children where Python looks first. nn.Module finds them only after a failed look-up, a microsecond
+    each time and thousands of times a token. Assigning one undoes this for it, so nothing goes stale that way."""
+    for module in root.modules():
+        module.__dict__.update({**module._parameters, **module._modules})
+
+
 class Linear(nn.Module):
     """y = x W^T, rounded once after the whole sum over K (also across ranks).
 
@@ -298,6 +305,7 @@ class Linear(nn.Module):
         self.biased = bias
         # A plain attribute: no part of the state, and quicker to reach than a parameter.
         self.dense: Tensor | None = None
+        self.release: Callable[[], None] | None = None       # lets go of a mapped weight's pages (--offload)
 
     def prepare(self) -> None:
         """Dequantise once, after loading: every value is exact in bfloat16, so this changes nothing but the time."""
@@ -333,8 +341,12 @@ class Linear(nn.Module):
         else:                                                # some rows at a time: a float64 copy of the head is 5 GB
             n, k = self.weight.shape
             step = max(1, WEIGHT_BLOCK // (32 * k)) * 32
-            y = torch.cat([product(x, self.dense_weight(dtype, slice(i, min(i + step, n))), self.num.arith)
-                           for i in range(0, n, step)], -1)
+            parts = []
+            for i in range(0, n, step):
+                parts.append(product(x, self.dense_weight(dtype, slice(i, min(i + step, n))), self.num.arith))
+                if self.release is not None:
+                    self.release()
+            y = torch.cat(parts, -1)
         if self.biased:
             y = y + self.bias.to(y.dtype)
         if self.reduce is not None:

@@ -161,12 +161,14 @@ def chat(cli: Cli, *lines: str | bytes, arguments: tuple[Any, ...] = ()) -> Any:
 
 
 def test_chat_in_a_pipe(cli: Cli) -> None:  # noqa: F811
-    result = chat(cli, "hello", "and then?", f"/image {IMAGE}", "look", "/clear", "hello", "/system be kind", "hello")
+    result = chat(cli, "hello", "and then?", f"/image {IMAGE}", "look", "more", "/clear", "hello",
+                  "/system be kind", "hello")
     assert result.code == 0 and "\x1b" not in result.out + result.err and ">" not in result.err
-    one, two, three, again, kind = result.cached
+    one, two, three, four, again, kind = result.cached
     assert one[1:] == (0, 6) and again[:2] == (one[0], 0)
     assert two[1] == one[0] + 5 and three[1] == two[0] + 5  # all of the history but the token that has not been fed
-    assert three[0] > two[0] + 6 + 17 and "[an image of 17 tokens goes with your next message]" in result.err
+    assert three[0] > two[0] + 6 + 17 and four[0] < three[0] + 6 + 17  # an image goes with one message only
+    assert "[an image of 17 tokens goes with your next message]" in result.err
     assert kind[1] == 0 and kind[0] > one[0]
     alone = chat(cli, "hello")
     assert result.out.startswith(alone.out) and alone.err.count("[stopped after 6 tokens") == 1
@@ -225,7 +227,7 @@ def test_speculation_in_chat_says_the_same(cli: Cli) -> None:  # noqa: F811
 
 # ------------------------------------------------------------------------------------------------------- in a terminal
 
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C, CTRL_D, DIM = "\x03", "\x04", "\x1b[2m"
 
 
 class Session80:
@@ -259,34 +261,38 @@ class Session80:
 
 
 def test_a_session_in_a_terminal() -> None:
-    session = Session80("--temperature", "0", "--max-new-tokens", "40")
+    """Every answer would take 400 tokens, and is cut short by Ctrl-C once it has begun."""
+    session = Session80("--temperature", "0", "--max-new-tokens", "400")
+    statistics = r"\[prompt (\d+) \((\d+) cached\), answer (\d+) tokens( at [\d.]+/s)?, cache [\d,]+ bytes\]"
+
+    def ask(text: str) -> tuple[str, int, int, int]:
+        session.expect(r"\n> ")
+        session.type(text + "\r")
+        shown = session.expect(re.escape(text) + r"\r\n(?=.{5})")
+        session.type(CTRL_C)
+        shown += session.expect(statistics)
+        assert "interrupted" in shown
+        return shown, *map(int, re.search(statistics, shown).groups()[:3])
+
     try:
-        banner = session.expect(r"\n> ")
+        banner = session.expect(r"(?=\n> )")
         assert "DeepSeek-V4.1-Flash" in banner and "/help" in banner
         assert all(len(re.sub(r"\x1b\[[0-9;?]*[a-z]", "", line)) <= 80 for line in banner.splitlines())
+        session.expect(r"\n> ")
         session.type(CTRL_C)  # at the prompt: a hint, and the session lives
         session.expect(r"Ctrl-D or /exit leaves")
-        session.expect(r"\n> ")
-        session.type("tell me a long story\r")
-        session.expect(r"story\r\n.{5}")  # an answer has begun
-        session.type(CTRL_C)
-        shown = session.expect(r"\[interrupted\]")
-        assert "\x1b[2m" in shown  # remarks are dim
-        cut = session.expect(r"\[prompt (\d+) \(0 cached\), answer \d+ tokens at [\d.]+/s, cache [\d,]+ bytes\]")
-        asked, said = map(int, re.search(r"prompt (\d+) .* answer (\d+) tokens", cut).groups())
-        session.expect(r"\n> ")
-        session.type("go on\r")
-        session.expect(rf"prompt \d+ \({asked + said - 1} cached\)")  # what was said before Ctrl-C is history
+        shown, asked, cached, said = ask("tell me a long story")
+        assert cached == 0 and 0 < said < 400 and DIM not in shown.split("[interrupted]")[0].removesuffix(DIM)
+        _, _, cached, _ = ask("go on")
+        assert cached == asked + said - 1  # what was said before Ctrl-C is history
         session.expect(r"\n> ")
         session.type("/think on\r")
         session.expect(r"reasons before it answers")
-        session.expect(r"\n> ")
-        session.type("why?\r")
-        shown = session.expect(r"\[prompt")
-        assert "\x1b[2m" in shown and "<think>" not in shown
+        shown, *_ = ask("why?")
+        assert DIM in shown.split("[interrupted]")[0].removesuffix(DIM) and "<think>" not in shown  # reasoning is dim
         session.expect(r"\n> ")
         session.type(CTRL_D)
-        assert session.process.wait(20) == 0
+        assert session.process.wait(60) == 0
         assert "Traceback" not in session.seen
     finally:
         session.process.kill()

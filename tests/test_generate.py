@@ -229,6 +229,13 @@ def test_a_file_is_answered_in_batches_as_one_by_one(cli: Cli, tmp_path: Path) -
     assert cli(*options, "--speculative").out == together.out
 
 
+def test_conversations_of_a_file_draw_from_streams_of_their_own(cli: Cli) -> None:
+    given = json.dumps([CONVERSATIONS[0]] * 2).encode()
+    result = cli("--exact", "--input-file", "-", "--batch-size", 1, "--max-new-tokens", 5, stdin=given)
+    first, second = result.out.splitlines()
+    assert result.code == 0 and first != second
+
+
 @pytest.mark.parametrize("text, count", [
     (json.dumps(CONVERSATIONS), 3), (json.dumps(CONVERSATIONS[0]), 1), (json.dumps(CONVERSATIONS[1], indent=2), 1),
     ("\n".join(map(json.dumps, CONVERSATIONS)), 3), (json.dumps(CONVERSATIONS[0], indent=1), 1), ("", 0), ("[]", 1)])

@@ -405,7 +405,7 @@ VERDICTS = {
     "mixing matrix transposed": ("layers.0.output", "comb"),
     "experts read with the mix of attention": ("layers.0.ffn_in", "read with pre"),
     "Engram rows zeroed": ("layers.1.engram_out", "rows of the table"),
-    "look-back goes on beyond an image": ("layers.1.engram_rows", START),
+    "look-back goes on beyond an image": ("layers.1.engram_rows", IMAGES),
     "Engram adds at image tokens": ("layers.1.engram_out", IMAGES),
     "wrong pad in Engram": ("layers.1.engram_rows", START),
 }
@@ -536,7 +536,7 @@ def test_a_gpu_records_the_same_bytes(folder: Path, image_run: Path) -> None:
 
 @pytest.mark.manual
 def test_a_long_recording_does_not_need_memory(tmp_path: Path) -> None:
-    """65,536 tokens, everything of two layers: measured 0.4 GiB of memory; the file has 0.9 GiB."""
+    """65,536 tokens, everything of two layers: measured 0.6 GiB of memory and 5 minutes of one core; the file has 0.9 GiB."""
     n = 65536
     (tmp_path / "tokens.json").write_text(json.dumps(torch.randint(11, 640, (n,), generator=torch.Generator().manual_seed(1)).tolist()))
     program = ("import resource, sys, torch; torch.set_num_threads(1); import golden; code = golden.main(sys.argv[1:]);"
