@@ -26,7 +26,6 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -46,6 +45,7 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PARTIAL = ".partial"          # suffix of a file that is being written
+MAPPED = 1 << 20              # bytes from which on a tensor is mapped (--offload)
 CHUNK = 64 << 20              # bytes of a tensor in memory at a time while it is copied
 
 
@@ -270,9 +270,10 @@ class Entry:
     def map(self, part: Part | None = None) -> tuple[Tensor, mmap.mmap] | None:
         """The tensor, or a part of axis 0, as a read-only map of its file, and the map. None where it cannot be one: for
         other axes, an element that is not aligned, and what is too small to be worth it."""
-        start, stop = (0, self.spec.shape[0]) if part is None else (part.start, part.stop)
+        whole = part is None or part.stop - part.start == self.spec.shape[part.axis]
+        start, stop = (0, self.spec.shape[0]) if whole else (part.start, part.stop)
         place, count = self.offset + start * self.spec.row_bytes, (stop - start) * self.spec.row_bytes
-        if (part is not None and part.axis) or place % DTYPES[self.spec.dtype].itemsize or count < 1 << 20:
+        if (not whole and part.axis) or place % DTYPES[self.spec.dtype].itemsize or count < MAPPED:
             return None
         lead = place % mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
@@ -811,7 +812,7 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
                 maps.setdefault(module, []).append(mapped[1])
         for module, of_module in maps.items():
             if isinstance(module, Linear):
-                module.release = partial(release, of_module)
+                module.release = lambda own=of_module: release(own)
         for module in (*model.children(), *model.layers, *(model.mtp or ())):  # for what is used otherwise
             own = [m for child in module.modules() for m in maps.get(child, [])]
             module.register_forward_hook(lambda *_, own=own: release(own))

@@ -333,7 +333,8 @@ def rotate(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:
     """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
     dims before stay. `inverse` turns back (the conjugate)."""
     width = 2 * turn.shape[-1]
-    pairs = torch.view_as_complex(x[..., -width:].to(turn.real.dtype).unflatten(-1, (-1, 2)))       # [..., heads, pairs]
+    real = torch.float64 if turn.dtype == torch.complex128 else torch.float32
+    pairs = torch.view_as_complex(cast(x[..., -width:], real).unflatten(-1, (-1, 2)))                # [..., heads, pairs]
     turned = torch.view_as_real(pairs * (turn.conj() if inverse else turn)).flatten(-2)
     return torch.cat([x[..., :-width], to_bf16(turned)], -1)
 
@@ -357,6 +358,9 @@ class Chunk:
         self.positions = self.start + torch.arange(width, device=device)                                      # [B, S]
         self.block = QUERY_BLOCK[device.type == "cuda"]
         self.updates: dict[tuple, Tensor] = {}
+        # What layers of this forward share: {KV source: all its rows, unpacked}, and (selection, its rows, empty picks).
+        self.unpacked: dict[int, Tensor] = {}
+        self.rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._index: dict[tuple, Any] = {}
 
     def on(self, device: torch.device) -> Chunk:
@@ -684,9 +688,9 @@ class SparseAttention(nn.Module):
                 source: int | None, selection: Tensor | None) -> Tensor:
         """q [B, S, H, d]; window: packed rows, history and chunk joined; selection [B, S, k]. -> bf16 [B, S, H, d]"""
         B, S, H, d = q.shape
-        q = q.to(self.num.operand(q.device))
+        q = cast(q, self.num.operand(q.device))
         k = 0 if selection is None else selection.shape[-1]
-        sink = sink.to(self.num.arith).view(1, 1, H, 1) / self.scale     # one column more: it enters the sum unscaled
+        sink = cast(sink, self.num.arith).view(1, 1, H, 1) / self.scale     # one column more: it enters the sum unscaled
         out = []
         for q0, q1 in chunk.blocks((H * (chunk.window + chunk.block + k) * 3 + k * d * 2) * self.num.arith.itemsize):
             Q = q1 - q0
@@ -698,28 +702,43 @@ class SparseAttention(nn.Module):
                 scores = scores.masked_fill(hidden, -torch.inf)
             parts = [scores]
             if k:
-                far, empty = self.gather(cache, chunk, source, selection[:, q0:q1], q0)                    # [B, Q, k, d]
+                far, empty = self.gather(cache, chunk, source, selection, q0, q1)                          # [B, Q, k, d]
                 scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.view(B, Q, H, k)
                 parts.append(scores if empty is None else scores.masked_fill(empty.unsqueeze(2), -torch.inf))
             parts.append(sink.expand(B, Q, H, 1))
             p = (torch.cat(parts, -1) * self.scale).softmax(-1)
-            o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), near.to(p.dtype)).view(B, Q, H, d)
+            o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), cast(near, p.dtype)).view(B, Q, H, d)
             if k:
-                o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), far.view(B * Q, k, d).to(p.dtype)).view(o.shape)
+                o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), cast(far, p.dtype).view(B * Q, k, d)).view(o.shape)
             out.append(to_bf16(o))
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
-    def gather(self, cache: Cache, chunk: Chunk, source: int, selection: Tensor, q0: int) -> tuple[Tensor, Tensor | None]:
-        """Unpack the selected rows, after gathering: [B, Q, k, d], and where the selection is empty (None: nowhere)."""
-        store = cache.main[source]
-        row = torch.arange(store.shape[0], device=store.device).view(-1, 1, 1) * store.shape[1]
-        packed = store.flatten(0, 1).index_select(0, (selection.clamp_min(0) + row).flatten())
-        far = cache.main_rows.unpack(packed).view(*selection.shape, -1)
-        if min(chunk.starts) + q0 + 1 >= selection.shape[-1] * cache.plans[source].ratio:
-            return far, None
-        empty = selection < 0
-        return far.masked_fill(empty.unsqueeze(-1), 0), empty    # row 0 stands in for an empty pick: 0 * NaN would be NaN
+    def gather(self, cache: Cache, chunk: Chunk, source: int, selection: Tensor, q0: int, q1: int) -> tuple[Tensor, Tensor | None]:
+        """The selected rows of queries q0..q1-1, unpacked: [B, Q, k, d], and where the selection is empty (None: nowhere).
+        Layers that reuse a selection reuse its rows too, as long as a chunk is one block."""
+        if chunk.rows is not None and chunk.rows[0] is selection and q1 - q0 == chunk.width:
+            return chunk.rows[1:]
+        chosen, store = selection[:, q0:q1], cache.main[source]
+        B, Q, k = chosen.shape
+        n = max(chunk.ends) // cache.plans[source].ratio
+        whole = n <= Q * k                         # then unpacking all rows once is less work than each selected one
+        place = chosen.clamp_min(0)
+        if B > 1:
+            place = place + torch.arange(B, device=store.device).view(-1, 1, 1) * (n if whole else store.shape[1])
+        if whole:
+            if source not in chunk.unpacked:
+                chunk.unpacked[source] = cache.main_rows.unpack(store[:, :n]).flatten(0, 1)                # [B n, d]
+            far = chunk.unpacked[source].index_select(0, place.flatten())
+        else:
+            far = cache.main_rows.unpack(store.flatten(0, 1).index_select(0, place.flatten()))
+        far, empty = far.view(B, Q, k, -1), None
+        if min(chunk.starts) + q0 + 1 < k * cache.plans[source].ratio:
+            empty = chosen < 0
+            far = far.masked_fill(empty.unsqueeze(-1), 0)    # row 0 stands in for an empty pick: 0 * NaN would be NaN
+        if Q == chunk.width:
+            chunk.rows = selection, far, empty
+        return far, empty
 
 
 class Compressor(nn.Module):
@@ -877,10 +896,11 @@ class Attention(nn.Module):
         plan, table = self.plan, tables.of(self.plan, chunk.positions)
         quantised = self.wq_a.quantise_input(x)
         qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
-        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, -1)), table)                       # [B, S, H, d]; no norm per head
-        kv = rotate(self.kv_norm(self.wkv(quantised, True)).unsqueeze(2), table).squeeze(2)          # [B, S, d]
+        q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                                   # [B, S, H, d]; no norm per head
+        kv = self.kv_norm(self.wkv(quantised, True)).unsqueeze(2)                                    # [B, S, 1, d]
+        q, kv = rotate(torch.cat([q, kv], 2), table).split([self.heads, 1], 2)
         ring = cache.rings["window", plan.layer]
-        window = chunk.join(ring, cache.window_rows.pack(kv), ("window", plan.layer))
+        window = chunk.join(ring, cache.window_rows.pack(kv.squeeze(2)), ("window", plan.layer))
         if plan.mode == "full":
             self.publish(x, tables, chunk, cache)                                                    # the same step reads it
         if plan.mode in ("full", "reindex"):
@@ -902,8 +922,8 @@ class Attention(nn.Module):
         """Grouped output projection of heads [B, S, H, d] -> [B, S, D]."""
         B, S = o.shape[:2]
         operand = self.num.operand(o.device)
-        o = o.to(operand).view(B * S, self.groups, -1).transpose(0, 1)                               # [G, B S, H/G d]
-        weight = self.wo_a.dense_weight(operand).to(operand).view(self.groups, -1, o.shape[-1])      # [G, r, H/G d]
+        o = cast(o, operand).view(B * S, self.groups, -1).transpose(0, 1)                            # [G, B S, H/G d]
+        weight = cast(self.wo_a.dense_weight(operand), operand).view(self.groups, -1, o.shape[-1])   # [G, r, H/G d]
         o = to_bf16(batched_product(o, weight.transpose(1, 2), self.num))                            # [G, B S, r]
         return self.wo_b(o.transpose(0, 1).reshape(B, S, -1))
 
@@ -985,29 +1005,30 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, D] (quantised), routes [T, k] -> the unrounded sum over each token's experts of this rank, [T, D]."""
         T, k = experts.shape
-        local = experts - self.ranks.rank * self.local
+        local = experts
         if self.ranks.size > 1:                    # experts of other ranks: weight 0, and a place after the last
+            local = experts - self.ranks.rank * self.local
             mine = (local >= 0) & (local < self.local)
             weights, local = torch.where(mine, weights, 0), torch.where(mine, local, self.local)
         local, weights = local.flatten(), weights.reshape(-1, 1, 1)
         if T * k <= max(16, self.local) and self.fits(T * k, 1, x):   # few: one expert for each route, no synchronisation
-            y = self.run(x.repeat_interleave(k, 0).unsqueeze(1), weights, local.clamp_max(self.local - 1)).squeeze(1)
-            return y.view(T, k, -1).to(self.num.arith).sum(1)
+            x = x.unsqueeze(1).expand(-1, k, -1).reshape(T * k, 1, -1)
+            y = self.run(x, weights, local.clamp_max(self.local - 1) if self.ranks.size > 1 else local)
+            return cast(y.view(T, k, -1), self.num.arith).sum(1)
         # Many: sort the routes by expert. A group of experts is one product over as many routes as the busiest has; a place
         # without a route reads a row of zeros and writes where nothing is read.
         order = F.pad(local.argsort(stable=True), (0, 1), value=T * k)
         x, weights = F.pad(x, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 0, 0, 1))
         y = torch.zeros(T * k + 1, x.shape[-1], dtype=torch.bfloat16, device=x.device)
         counts = local.bincount(minlength=self.local).tolist()[: self.local]
-        busy, start = [e for e in range(self.local) if counts[e]], 0
-        starts = np.cumsum([0, *counts])
-        while start < len(busy):
-            stop = start + 1
-            while stop < len(busy) and self.fits(stop + 1 - start, max(counts[e] for e in busy[start : stop + 1]), x):
-                stop += 1
-            group, start = busy[start:stop], stop
+        busy, starts = sorted((e for e in range(self.local) if counts[e]), key=lambda e: -counts[e]), np.cumsum([0, *counts])
+        while busy:
+            most, size = counts[busy[0]], 1        # experts with fewer routes share a product as long as little of it is empty
+            while size < len(busy) and 3 * counts[busy[size]] >= 2 * most and self.fits(size + 1, most, x):
+                size += 1
+            group, busy = busy[:size], busy[size:]
             first, count = torch.tensor([[starts[e] for e in group], [counts[e] for e in group]], device=x.device).unsqueeze(-1)
-            place = torch.arange(max(counts[e] for e in group), device=x.device)
+            place = torch.arange(most, device=x.device)
             routes = order[torch.where(place < count, first + place, T * k)]                         # [group, most routes]
             out = self.run(x[routes // k], weights[routes.flatten()].view(*routes.shape, 1), torch.tensor(group, device=x.device))
             y[routes] = out
@@ -1021,13 +1042,13 @@ class Experts(nn.Module):
     def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [n, t, D] through experts [n] with routing weights [n, t, 1], applied before w2 and its quantisation."""
         operand, arith = self.num.operand(x.device), self.num.arith
-        x = x.to(operand)
-        gate = to_bf16(batched_product(x, self.w1(experts, operand).transpose(1, 2), self.num)).to(arith)
-        up = to_bf16(batched_product(x, self.w3(experts, operand).transpose(1, 2), self.num)).to(arith)
+        x = cast(x, operand)
+        gate = cast(to_bf16(batched_product(x, self.w1(experts, operand).transpose(1, 2), self.num)), arith)
+        up = cast(to_bf16(batched_product(x, self.w3(experts, operand).transpose(1, 2), self.num)), arith)
         hidden = swiglu(gate, up, self.limit, weights)                                               # [n, t, I]
         if self.num.fake_quant.activations:
             hidden = fake_quantise(hidden, E4M3_E8M0, operand)
-        return to_bf16(batched_product(hidden.to(operand), self.w2(experts, operand).transpose(1, 2), self.num))
+        return to_bf16(batched_product(cast(hidden, operand), self.w2(experts, operand).transpose(1, 2), self.num))
 
 
 class SharedExperts(nn.Module):
@@ -1038,7 +1059,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                                                          # quantised [T, D] -> bf16
         arith = self.num.arith
-        return self.w2(swiglu(self.w1(x, True).to(arith), self.w3(x, True).to(arith), self.limit))
+        return self.w2(swiglu(cast(self.w1(x, True), arith), cast(self.w3(x, True), arith), self.limit))
 
 
 class MoE(nn.Module):
@@ -1090,10 +1111,10 @@ def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhor
     """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
     (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
     arith, N = sinkhorn.rows.dtype, x.shape[-2]
-    x = x.flatten(-2).to(arith)
-    rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps
-    mix = F.linear(x, fn.to(arith)) * rms.rsqrt()                                                    # [B, S, (2 + N) N]
-    mix = torch.addcmul(base.to(arith), mix, scale.to(arith)[sinkhorn.part])
+    x = cast(x, arith).flatten(-2)
+    mean = (torch.linalg.vecdot(x, x) / x.shape[-1]).unsqueeze(-1)
+    mix = F.linear(x, cast(fn, arith)) * (mean + eps).rsqrt()                                        # [B, S, (2 + N) N]
+    mix = torch.addcmul(cast(base, arith), mix, cast(scale, arith).index_select(0, sinkhorn.part))
     gates = mix[..., : 2 * N].sigmoid()
     comb = sinkhorn(mix[..., 2 * N :].unflatten(-1, (N, N)))
     return gates[..., :N] + sinkhorn.eps, 2 * gates[..., N:], comb
@@ -1101,13 +1122,13 @@ def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhor
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
     """Read the streams: sum_i pre_i x_i, rounded once. [B, S, N, D], [B, S, N] -> bf16 [B, S, D]."""
-    return to_bf16((pre.unsqueeze(-2) @ x.to(pre.dtype)).squeeze(-2))
+    return to_bf16((pre.unsqueeze(-2) @ cast(x, pre.dtype)).squeeze(-2))
 
 
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write a sublayer's y [B, S, D]: stream j becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
     weights = torch.cat([comb.transpose(-1, -2), post.unsqueeze(-1)], -1)                            # [B, S, N, N + 1]
-    return to_bf16(weights @ torch.cat([x, y.unsqueeze(-2).to(x.dtype)], -2).to(comb.dtype))
+    return to_bf16(weights @ cast(torch.cat([x, cast(y, x.dtype).unsqueeze(-2)], -2), comb.dtype))
 
 
 class Block(nn.Module):
@@ -1134,10 +1155,10 @@ class Block(nn.Module):
                 in_image: Tensor | None) -> tuple[Tensor, Tensor, Selection | None]:
         """Streams x [B, S, N, D] bf16, pre_mix [B, S, N] -> the same after the layer, and the selection handed up."""
         arith = pre_mix.dtype
-        streams = x.to(arith)
+        streams = cast(x, arith)
         pre, post, comb = hyper_connection(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
         a, given = self.attn(self.attn_norm(collapse(streams, pre_mix)), given, tables, chunk, cache)
-        streams = write_streams(a, streams, post, comb).to(arith)
+        streams = cast(write_streams(a, streams, post, comb), arith)
         next_pre, post, comb = hyper_connection(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
         f = self.ffn(self.ffn_norm(collapse(streams, pre)), in_image)
         return write_streams(f, streams, post, comb), next_pre, given

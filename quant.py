@@ -150,13 +150,15 @@ def decode_e2m1(codes: Tensor, pairs: Tensor) -> Tensor:
     # One lookup of a pair as a single wide number: four times faster than a lookup of rows of two.
     wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[pairs.element_size()]
     both = pairs.view(wide).flatten().index_select(0, codes.flatten().int())
-    return both.view(pairs.dtype).view(*codes.shape[:-1], -1)
+    return both.view(pairs.dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
     """float32 values of E4M3 codes (uint8 or float8_e4m3fn, finite), shape kept."""
+    if codes.dtype == torch.uint8:
+        codes = codes.view(torch.float8_e4m3fn)
     if codes.is_cuda or codes.numel() < 4096:
-        return codes.view(torch.float8_e4m3fn).float()
+        return codes.float()
     # The library's cast is slow on CPUs. Sign, four exponent bits and three mantissa bits shifted into float32's places;
     # 2**120 mends the bias, also for subnormals.
     bits = (codes.view(torch.int8).int() << 20) & -0x78100000  # 0x87F00000 as int32
@@ -169,7 +171,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    blocks = x.float().unflatten(-1, (-1, fmt.block))                                  # [..., n/block, block]
+    blocks = x.float().reshape(*x.shape[:-1], -1, fmt.block)                           # [..., n/block, block]
     amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)                           # [..., n/block, 1]
     if fmt.scale == "e8m0":
         return blocks, ceil_pow2(amax.mul_(_RECIPROCAL[fmt.largest]))
@@ -206,7 +208,8 @@ def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dty
         values = cast(decode_e4m3(codes), dtype)
     else:
         values = decode_e2m1(codes, e2m1_pairs(dtype, codes.device) if pairs is None else pairs)
-    return values.unflatten(-1, (-1, fmt.block)).mul_(s).flatten(-2)     # in place: the values are new
+    values.view(*s.shape[:-1], fmt.block).mul_(s)                        # in place: the values are new
+    return values
 
 
 def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:

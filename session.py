@@ -29,7 +29,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from convert import check_space, load_model, read_header, weights_digest, write_atomically
-from model import Cache, ImageTokens, ModelConfig, Snapshot, Transformer, plan_layers
+from model import KEY_BLOCK, WORKING_SET, Cache, ImageTokens, ModelConfig, Snapshot, Transformer, plan_layers
 from vision import IMAGE, TEXT, ImageInput, image_span
 
 FORMAT = "session 1"
@@ -435,6 +435,20 @@ def time_table(model: Transformer, contexts: Sequence[int], decode: int) -> str:
     return "\n".join(lines)
 
 
+def prefill_memory(config: ModelConfig, chunk: int, context: int, arith: torch.dtype, working_set: int) -> int:
+    """Upper bound in bytes of what a prefill in chunks of `chunk` tokens holds at a time besides weights and cache, when
+    `context` tokens come before: the tensors of a chunk, and those of a block of queries, which take `working_set` bytes
+    or, where that is more, what a single query needs. Only this last part grows with the context."""
+    c, a = config, arith.itemsize
+    streams, heads = c.hc_mult * c.hidden_size, c.num_attention_heads * c.head_dim
+    width = 4 * streams + 3 * heads + 2 * c.num_experts_per_tok * c.hidden_size
+    if c.engram_layer_ids:
+        width += (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim + 2 * (c.hc_mult + 1) * c.hidden_size
+    n = context + chunk
+    query = n + 2 * c.index_n_heads * min(n, KEY_BLOCK[0]) + c.vocab_size
+    return chunk * a * width + max(3 * working_set, 10 * a * query)
+
+
 def prefill_table(model: Transformer, length: int, seed: int) -> str:
     """Counted FLOPs (matrix products) and measured seconds of the three ways of prefill; CPU time on the CPU."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -449,10 +463,11 @@ def prefill_table(model: Transformer, length: int, seed: int) -> str:
         with FlopCounterMode(display=False) as counter:
             model.prefill(ids, model.new_cache(1, length), way)
         results[way] = counter.get_total_flops(), seconds
-    base = results["full"]
+    base, working = results["full"], WORKING_SET[model.device.type == "cuda"]
     return "\n".join([f"{'prefill':14}{'GFLOP':>12}{'of full':>10}{'seconds':>12}{'of full':>10}"] + [
         f"{way:14}{flops / 1e9:>12.2f}{flops / base[0]:>10.3f}{seconds:>12.2f}{seconds / base[1]:>10.3f}"
-        for way, (flops, seconds) in results.items()])
+        for way, (flops, seconds) in results.items()] + [
+        f"memory besides weights and cache: at most {prefill_memory(model.config, min(length, 4096), length, model.num.arith, working) / 2**20:,.0f} MiB"])
 
 
 # --------------------------------------------------------------------------------------------------------- command line

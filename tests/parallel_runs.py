@@ -7,6 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import torch
@@ -17,7 +18,7 @@ from convert import load_model
 from dspark import Sampler, SpeculativeDecoder
 from engram import engram_primes
 from golden_data import same_bits
-from model import ImageTokens, Transformer
+from model import ImageTokens, Transformer, argmax_lowest
 
 UNROUNDED = ("pre_mix", "route_weights")   # float64 between rounding points: equal bits on one device, not across devices
 
@@ -95,11 +96,11 @@ def all_runs(model: Transformer, prompt: int = 97, runs: tuple[str, ...] = RUNS)
 
     if "text" in runs:
         cache, logits = feed("text", tokens_of(model, prompt, 1), [37, 1, prompt - 38])
-        chosen, drafts = [logits[-1].argmax()], []
+        chosen, drafts = [argmax_lowest(logits[-1])], []
         for _ in range(3):
             if model.mtp is not None:
                 drafts.append(model.mtp.draft(model, chosen[-1].view(1), cache))
-            chosen.append(model(chosen[-1].view(1, 1), cache).logits[0, -1].argmax())
+            chosen.append(argmax_lowest(model(chosen[-1].view(1, 1), cache).logits[0, -1]))
         arrays = {f"draft_{name}.{i}": getattr(d, name) for i, d in enumerate(drafts) for name in ("ids", "logits", "confidence")}
         finish("text", cache, logits=logits, chosen=torch.stack(chosen), **arrays)
 
@@ -215,3 +216,10 @@ def load_and_run(group: Any, directory: str | dict[int, str], device: str = "cpu
     model = load_model(directory[size] if isinstance(directory, dict) else directory, exact, on, group=group, draft=True)
     negative_zeros(model)
     return all_runs(model, runs=runs)
+
+
+def as_rank(monkeypatch: Any, rank: int, size: int) -> Any:
+    """A stand-in for a process group: loading asks a group for nothing but its rank and size."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
+    return SimpleNamespace(rank=rank, size=size)

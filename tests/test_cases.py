@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twin
 from convert import load_model
 from engram import TableRows
-from golden_data import CHECKPOINT, IMAGE, difference, golden, same_bits
-from model import Cache, Transformer
+from golden_data import CHECKPOINT, IMAGE, as_bits, difference, golden, same_bits
+from model import Cache, ImageTokens, Transformer
 from small_models import Small, feed, feed_rows, images_of, poison, same_state
 from test_goldens import record
 
@@ -207,6 +207,24 @@ def test_case_9_an_image_longer_than_the_window_is_causal(tiny: Transformer) -> 
     first = [t for t, kind in enumerate(types) if kind == 1][-2]
     equals(other[:first], image["logits"])
     assert not torch.equal(other[first], image["logits"][first])
+
+
+def test_case_25_rows_with_and_without_images_are_as_alone(tiny: Transformer, golden_text: dict[str, Tensor]) -> None:
+    """Features come in the order of rows and positions; a text row stands between two with an image."""
+    image = golden("image")
+    ids, types = torch.full((3, 60), 7), torch.full((3, 60), -1, dtype=torch.int8)
+    for row, n in ((0, 60), (2, 45)):
+        ids[row, :n], types[row, :n] = image["tokens"][:n], image["token_types"][:n]
+    ids[1, :33] = golden_text["tokens"][:33]
+    other = image["features"].flip(0)
+    images = ImageTokens(types, torch.cat([other, image["features"]]))
+    alone, _ = feed(tiny, ids[0], [60], images=images_of(types[0].tolist(), other))
+    cache, lengths = tiny.new_cache(3), [60, 33, 45]
+    for start, end in ((0, 29), (29, 60)):  # the border is inside both spans
+        counts = [min(max(n - start, 0), end - start) for n in lengths]
+        logits = tiny(ids[:, start:end], cache, counts, images.columns(start, end)).logits
+        for row, want in ((0, alone), (1, golden_text["logits"]), (2, image["logits"])):
+            equals(logits[row, : counts[row]], want, start)
 
 
 @pytest.mark.parametrize("way", ["bounded", "exact-replay"])
@@ -428,6 +446,14 @@ def test_case_29_nothing_asks_for_fp8_or_bf16_hardware_on_a_cpu(golden_text: dic
         "reshape",
     }, narrow
     assert not any("scaled" in name for name, _ in operations.seen)
+
+
+def test_weights_are_never_written(tiny: Transformer, golden_text: dict[str, Tensor]) -> None:
+    kept = {name: as_bits(p).clone() for name, p in tiny.named_parameters() if not p.is_meta}
+    cache = tiny.new_cache(2)
+    tiny(golden_text["tokens"][None, :40].expand(2, -1), cache, [40, 11])
+    tiny.prefill(golden_text["tokens"][None, :90].expand(2, -1), cache, "exact-replay")
+    assert all(torch.equal(as_bits(p), kept[name]) for name, p in tiny.named_parameters() if not p.is_meta)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import model as model_module
 import twin
 from convert import load_model
 from golden_data import CHECKPOINT, difference, same_bits
@@ -155,6 +156,17 @@ def test_i6_a_reset_cache_is_as_a_fresh_one(small: Small) -> None:
     logits, _ = feed(small.model, small.tokens, [1, 4, 1, 17, 1], cache)
     check(small, logits)
     assert same_state(cache, feed(small.model, small.tokens, [24])[1]) == []
+
+
+def test_blocks_of_queries_keys_and_experts_change_nothing(quick: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working set so small that attention takes a query at a time, keys come in sevens and experts one by one."""
+    for name, value in (("WORKING_SET", (1, 1)), ("KEY_BLOCK", (7, 7)), ("QUERY_BLOCK", (5, 5))):
+        assert isinstance(getattr(model_module, name), tuple)
+        monkeypatch.setattr(model_module, name, value)
+    logits, cache = feed(quick.model, quick.tokens, [61, 1, 40])
+    check(quick, logits)
+    monkeypatch.undo()
+    assert same_state(cache, feed(quick.model, quick.tokens, [102])[1]) == []
 
 
 def test_i6_two_models_and_two_caches_take_turns(thirds: Small, wide_window: Small) -> None:

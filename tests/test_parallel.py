@@ -100,13 +100,13 @@ def test_partial_sums_must_travel_unrounded() -> None:
 class Team:
     """`torchrun --nproc-per-node SIZE generate.py ...` with pipes. `before` is Python that every rank runs first."""
 
-    def __init__(self, size: int, folder: Path, arguments: list[str], before: str = "") -> None:
+    def __init__(self, size: int, folder: Path, arguments: list[str], before: str = "", device: str = "cpu") -> None:
         self.marker = str(folder / "rank.py")      # in the command line of every process of this run
         Path(self.marker).write_text(f"import os, sys\nsys.path[:0] = [{str(HERE.parent)!r}]\nimport generate, torch\n"
                                      f"RANK = int(os.environ['RANK'])\n{before}\nsys.exit(generate.main())\n")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), self.marker,
-             "--device", "cpu", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+             "--device", device, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def alive(self) -> int:

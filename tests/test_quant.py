@@ -210,6 +210,25 @@ def test_a_block_is_quantised_alone_and_the_sign_of_zero_survives(fmt: BlockForm
     assert fake_quantise(tiny, fmt).signbit().tolist()[:5] == [False, True, False, True, False]
 
 
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantisers_leave_their_input_alone(fmt: BlockFormat, dtype: torch.dtype) -> None:
+    """Also where nothing had to be converted, and for rows that lie apart in memory."""
+    x = normal(8, 64).bfloat16().to(dtype)
+    apart = torch.stack([x, x + 1], 1)[:, 0]
+    kept = x.clone()
+    codes, scales = quantise(x, fmt)
+    before = codes.clone(), scales.clone()
+    for value in (
+        fake_quantise(x, fmt),
+        fake_quantise(apart, fmt),
+        dequantise(*quantise(apart, fmt), fmt, torch.bfloat16),
+    ):
+        assert same_bits(value, dequantise(codes, scales, fmt, torch.bfloat16))
+    assert same_bits(x, kept) and same_bits(apart, kept)
+    assert same_bits(codes, before[0]) and same_bits(scales, before[1])
+
+
 def test_floors_give_zero_blocks_a_scale() -> None:
     for fmt, floor in ((E4M3_E8M0, 2.0**-22), (E2M1_E8M0, 2.0**-126), (E2M1_E4M3, 2.0**-9)):
         _, scales = quantise(torch.zeros(fmt.block * 2, dtype=torch.bfloat16), fmt)
