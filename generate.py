@@ -15,6 +15,7 @@ Answers go to stdout, remarks to stderr, control codes to terminals only.
 from __future__ import annotations
 
 import argparse
+import base64
 import codecs
 import contextlib
 import datetime
@@ -35,6 +36,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from convert import INDEX, load_model
@@ -42,6 +44,9 @@ from dspark import PlainDecoder, Sampler, SpeculativeDecoder
 from encoding import (EOS, THINK_END, THINK_START, encode_messages, image_source, parse_completion, prompt_ids,
                       render_segments, split_reply)
 from model import Cache, ImageTokens, Snapshot, Transformer
+from session import SavedImage
+from session import load as load_session
+from session import save as save_session
 from vision import IMAGE, TEXT, ImageInput, load_image
 
 T = TypeVar("T")
@@ -85,6 +90,9 @@ def image_tokens(model: Transformer, prompts: Sequence[Prompt], starts: Sequence
         for place, image in prompt.images:
             span, past = image.span, max(0, start - place)  # past: tokens of the span that the cache holds already
             if past < len(span):
+                if isinstance(image, SavedImage):
+                    raise ValueError("an image of the resumed session would have to be read again, but only its place in the "
+                                     "cache was saved: /clear and send it once more")
                 at = place + past - start
                 types[row, at : at + len(span) - past] = span[past:]
                 rows = model.encode_image(image.patches, image.grid)                            # [n, D]
@@ -181,6 +189,7 @@ class Session:
     def clear(self) -> None:
         self.cache.reset()
         self.held: list[int | bytes] = []     # the keys of the tokens in the cache, and maybe of one behind them
+        self.images: tuple[tuple[int, ImageInput], ...] = ()   # of the last prompt, with their positions
         self.snapshots: list[Snapshot] = []
 
     def rewind(self, prompt: Prompt) -> int:
@@ -208,7 +217,7 @@ class Session:
             for event in generate(self.model, [prompt], self.cache, **options):
                 if not begun:                                    # the prompt has been read, no answer has been fed
                     self.snapshots.append(self.cache.snapshot())
-                    self.held, begun = prompt.keys, True
+                    self.held, self.images, begun = prompt.keys, prompt.images, True
                 self.held += event.tokens
                 yield event
         except GeneratorExit:                                    # between two events
@@ -220,6 +229,25 @@ class Session:
             self.cache = self.model.new_cache(1, self.cache.max_length)
             self.clear()
             raise
+
+
+    def save(self, file: str, chat: Any, at_prompt: bool, with_windows: bool) -> int:
+        """Write it to a session file; -> the tokens in it. `at_prompt`: as of the end of the last prompt, where the next
+        one will take up the history when the reasoning behind it is dropped."""
+        cache = self.cache.fork(self.snapshots[-1]) if at_prompt and self.snapshots else self.cache
+        n = cache.lengths[0]
+        tokens = [self.model.config.image_token_id if isinstance(key, bytes) else key for key in self.held[:n]]
+        images = [(place, image) for place, image in self.images if place + len(image.span) <= n]
+        save_session(file, self.model, cache, tokens, images, chat, with_windows=with_windows)
+        return n
+
+    def resume(self, file: str) -> tuple[Any, list[SavedImage]]:
+        """Go on with a session file; -> its chat and its images."""
+        loaded = load_session(self.model, file, self.cache.max_length)
+        self.clear()
+        self.cache, self.images = loaded.cache, loaded.images
+        self.held = Prompt(loaded.tokens, loaded.images).keys
+        return loaded.chat, [image for _, image in loaded.images]
 
 
 class Stopped(Exception):
@@ -563,6 +591,8 @@ def run_file(s: Setting) -> int:
 HELP = """/image FILE       send an image with the next message
 /system [TEXT]    set the system message; without TEXT: remove it
 /think on|off|N   reason before answering, with effort N (1-100, low, high, max)
+/save FILE        write the conversation and its cache to a session file
+/load FILE        go on with one
 /clear            start over
 /exit             leave, as Ctrl-D does
 Ctrl-C stops an answer. A space before a / makes it text."""
@@ -587,6 +617,34 @@ def interruptible(alone: bool) -> Iterator[list[bool]]:
             signal.signal(signal.SIGINT, before)
 
 
+def pack(value: Any) -> Any:
+    """Messages as JSON: of an image, its sizes and the digest of its pixels."""
+    if isinstance(value, ImageInput):
+        return {"image": {"grid": value.grid, "llm_grid": value.llm_grid, "sha256": value.digest.hex()}}
+    if isinstance(value, dict):
+        return {key: pack(item) for key, item in value.items()}
+    return [pack(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def unpack(value: Any, images: Sequence[SavedImage]) -> Any:
+    if isinstance(value, dict) and isinstance(image := value.get("image"), dict) and "sha256" in image:
+        same = [known for known in images if known.digest.hex() == image["sha256"]]
+        return max(same, key=lambda known: len(known.features), default=SavedImage(
+            torch.empty(0), tuple(image["grid"]), tuple(image["llm_grid"]), bytes.fromhex(image["sha256"]), torch.empty(0)))
+    if isinstance(value, dict):
+        return {key: unpack(item, images) for key, item in value.items()}
+    return [unpack(item, images) for item in value] if isinstance(value, list) else value
+
+
+def path_of(argument: str, command: str) -> str:
+    """A file name as people type it after a command."""
+    if len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "'\"":
+        argument = argument[1:-1]
+    if not argument:
+        raise ValueError(f"{command} needs the name of a file")
+    return os.path.expanduser(argument)
+
+
 class Chat:
     def __init__(self, s: Setting) -> None:
         self.s, self.session = s, Session(s.model, s.max_length)
@@ -595,10 +653,28 @@ class Chat:
         self.images = [s.load(image) for image in s.args.image]                  # they go with the next message
         self.sampler = s.sampler()
 
+    def save(self, file: str) -> int:
+        chat = {"turns": pack(self.turns), "system": self.system, "mode": self.mode, "effort": self.effort,
+                "random": base64.b64encode(self.sampler.generator.get_state().numpy().tobytes()).decode()}
+        return self.s.team.each(lambda: self.session.save(file, chat, self.mode == "thinking", self.s.args.with_windows))
+
+    def load(self, file: str) -> None:
+        session = Session(self.s.model, self.s.max_length)
+        chat, images = self.s.team.each(lambda: session.resume(file))
+        if not isinstance(chat, dict) or "turns" not in chat:
+            raise ValueError(f"{file} is a session without a chat")
+        self.session, self.images = session, []
+        self.turns = [(message, None if ids is None else tuple(ids)) for message, ids in unpack(chat["turns"], images)]
+        self.system, self.mode, self.effort = chat["system"], chat["mode"], chat["effort"]
+        self.sampler.generator.set_state(torch.frombuffer(bytearray(base64.b64decode(chat["random"])), dtype=torch.uint8))
+        self.s.screen.note(f"[{file}: {len(self.turns)} messages, {session.cache.lengths[0]:,} tokens]")
+
     def run(self) -> None:
         s, c = self.s, self.s.model.config
         s.screen.note(f"DeepSeek-V4.1-Flash, {len(s.model.layers)} layers of width {c.hidden_size}, {s.max_length:,} "
                       f"tokens of context, on {s.model.device}\n/help lists the commands, Ctrl-D leaves")
+        if s.args.session is not None and s.team.share(lambda: os.path.exists(s.args.session)):
+            self.load(s.args.session)
         while True:
             try:
                 line = s.team.share(self.read)
@@ -639,13 +715,14 @@ class Chat:
             self.session = Session(self.s.model, self.s.max_length)
             self.s.screen.note("[the conversation is empty]")
         elif name == "/image":
-            if len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "'\"":
-                argument = argument[1:-1]
-            if not argument:
-                raise ValueError("/image needs the name of a file")
-            image = self.s.load(os.path.expanduser(argument))
+            image = self.s.load(path_of(argument, name))
             self.images.append(image)
             self.s.screen.note(f"[an image of {len(image.span)} tokens goes with your next message]")
+        elif name == "/save":
+            file = path_of(argument, name)
+            self.s.screen.note(f"[{self.save(file):,} tokens saved to {file}]")
+        elif name == "/load":
+            self.load(path_of(argument, name))
         elif name == "/system":
             self.system = argument or None
             self.s.screen.note(f"[system message {'set' if argument else 'removed'}]")
@@ -671,6 +748,8 @@ class Chat:
         message = parse_completion(to_text(s.tokenizer, answer.ids), self.mode, strict=False)
         self.turns = [*turns, (message, split_reply(answer.ids, self.mode, encoder(s.tokenizer)))]
         self.images = []
+        if s.args.session is not None:
+            self.save(s.args.session)
 
 
 # ------------------------------------------------------------------------------------------------------------ benchmark
@@ -688,7 +767,8 @@ class CountOperations(TorchDispatchMode):
 
 
 def run_benchmark(s: Setting) -> None:
-    """A line of the table for each prompt length: random prompts, greedy decoding, nothing else running in between."""
+    """A line of the table for each prompt length: random prompts, greedy decoding, nothing else running in between. GFLOP
+    counts the matrix products of the prefill, which is run once more for it."""
     args, model, rows = s.args, s.model, s.args.batch_size
 
     def now() -> float:
@@ -696,7 +776,7 @@ def run_benchmark(s: Setting) -> None:
             torch.cuda.synchronize(model.device)
         return time.perf_counter()
 
-    def measure(length: int, decode: int) -> tuple[float, float, int, int, int]:
+    def measure(length: int, decode: int) -> tuple[float, int, float, int, int, int]:
         ids = torch.randint(model.config.vocab_size, (rows, length), generator=s.sampler().generator)  # [B, S]
         cache, decoder = model.new_cache(rows, length + decode + 64), s.decoder(Sampler())
         began = now()
@@ -712,17 +792,20 @@ def run_benchmark(s: Setting) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if model.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(model.device)
-        return rows * length / (read - began), made / (done - read), operations.count, cache.nbytes(), peak
+        with FlopCounterMode(display=False) as products:
+            model.prefill(ids, model.new_cache(rows, length), args.prefill)
+        flops = products.get_total_flops()
+        return rows * length / (read - began), flops, made / (done - read), operations.count, cache.nbytes(), peak
 
     memory = "peak GPU MiB" if model.device.type == "cuda" else "peak RSS MiB"
     s.screen.note(f"{args.ckpt_path}: {'exact' if args.exact else 'fast'}, {args.prefill} prefill, "
                   f"{'speculative' if args.speculative else 'plain'} decoding,\nbatch {rows}, {model.device}, "
                   f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    s.screen.write(f"{'prompt':>8}{'prefill/s':>12}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}{memory:>14}\n")
+    s.screen.write(f"{'prompt':>8}{'prefill/s':>12}{'GFLOP':>9}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}{memory:>14}\n")
     measure(min(16, *args.benchmark), 2)                     # warm up: first calls allocate and choose kernels
     for length in args.benchmark:
-        prefill, decode, operations, held, peak = measure(length, args.benchmark_decode)
-        s.screen.write(f"{length:>8}{prefill:>12.1f}{decode:>11.1f}{operations:>11}{held / 2**20:>12.2f}"
+        prefill, flops, decode, operations, held, peak = measure(length, args.benchmark_decode)
+        s.screen.write(f"{length:>8}{prefill:>12.1f}{flops / 1e9:>9.2f}{decode:>11.1f}{operations:>11}{held / 2**20:>12.2f}"
                        f"{peak / 2**20:>14.1f}\n")
 
 
@@ -748,6 +831,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--reasoning-effort", metavar="N", type=lambda text: int(text) if text.isdecimal() else text,
         help="1-100, low, high or max; implies --thinking")
     add("--allow-urls", action="store_true", help="fetch images from http(s) addresses")
+    add("--session", metavar="FILE", help="chat: go on with this session file if there is one, and keep it up to date")
+    add("--with-windows", action="store_true", help="save sliding windows too: a resumed session is then exact")
     add = parser.add_argument_group("the answer").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=512, help="default %(default)s")
     add("--temperature", metavar="T", type=float, default=1.0, help="default %(default)s; 0: the most likely token")
@@ -770,6 +855,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args = parser.parse_args(arguments)
     if args.draft_confidence and not args.speculative:
         raise ValueError("--draft-confidence needs --speculative")
+    if args.session and (args.prompt is not None or args.input_file or args.benchmark):
+        raise ValueError("--session needs a chat")
     if args.image and (args.input_file or args.benchmark):
         raise ValueError("--image needs --prompt or a chat")
     least_of = {"max_new_tokens": 1, "seed": 0, "max_length": 2, "batch_size": 1, "benchmark_decode": 1}

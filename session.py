@@ -1,9 +1,9 @@
 """Sessions that survive, and what the Causal Encoder-Decoder (CED) saves and costs, measured.
 
-    python session.py gap  [--ckpt-path DIR] [--prompt-tokens N] [--decode N] [--exact]   bounded replay against the full result
-    python session.py cost [--config FILE]                                    FLOPs of a decoded token, 4 K to 1 M of context
-    python session.py time [--ckpt-path DIR] [--contexts N,N,...]             seconds of a decoded token on this machine
-    python session.py prefill [--ckpt-path DIR] [--prompt-tokens N]           FLOPs and seconds of the three ways of prefill
+    python session.py gap [--exact] [--prompt-tokens N] [--decode N]      bounded replay against the full result
+    python session.py cost [--config FILE] [--contexts N,N,...]           FLOPs of a decoded token by context
+    python session.py time [--contexts N,N,...]                           time of a decoded token on this machine
+    python session.py prefill [--prompt-tokens N]                         FLOPs and time of the three ways of prefill
 
 A session file keeps the global KV (released: 890 bytes per token) and none of the windows: `load` rebuilds them by
 running the last W tokens once more at their true positions (the paper's SWA bounded replay), which reads the global KV
@@ -39,8 +39,8 @@ FORMAT = "session 1"
 
 @dataclass(frozen=True)
 class SavedImage(ImageInput):
-    """An image of a loaded session: where its tokens are and what its pixels hashed to, not the pixels (`patches` has
-    none). `features` bf16 [k, D] are the rows of its last IMAGE tokens, those among the last W tokens of the session."""
+    """An image of a loaded session: its sizes and what its pixels hashed to, not the pixels (`patches` has none).
+    `features` bf16 [k, D] are the rows of its last IMAGE tokens, those among the last W tokens of the session."""
     pixels: bytes
     features: Tensor
 
@@ -58,12 +58,13 @@ class Session(NamedTuple):
 
 
 def save(file: str | Path, model: Transformer, cache: Cache, tokens: Sequence[int],
-         images: Sequence[tuple[int, ImageInput]] = (), chat: Any = None, row: int = 0, with_windows: bool = False) -> None:
-    """Write one row of a cache to `file`, which has its name only once it is complete. Of several ranks the first writes.
+         images: Sequence[tuple[int, ImageInput]] = (), chat: Any = None, row: int = 0,
+         with_windows: bool = False) -> None:
+    """Write one row of a cache to `file`, which has its name only once it is complete; of several ranks the first does.
 
     `tokens` are all that the row holds, `images` its images and the positions at which their spans begin; `chat` is
-    anything JSON can hold. Kept: global KV, open groups, ids and types of the tokens, position and digest of each image,
-    rows of the image tokens among the last W, digests of configuration and weights; `with_windows`: the windows.
+    anything JSON can hold. Kept: global KV, open groups, ids and types of the tokens, position and digest of each
+    image, rows of the image tokens among the last W, digests of configuration and weights; `with_windows`: the windows.
     ValueError for tokens or images that do not fit the row, and for a file that cannot be written.
     """
     file, state = Path(file), cache.snapshot()
@@ -104,8 +105,8 @@ def save(file: str | Path, model: Transformer, cache: Cache, tokens: Sequence[in
 
 def load(model: Transformer, file: str | Path, max_length: int | None = None, rollback: int | None = None,
          replay: int | None = None) -> Session:
-    """Read a session file and rebuild its windows by replaying the last `replay` tokens (default: W), unless the file has
-    them. (layers) (W - 1) + 1 tokens would make them exact.
+    """Read a session file and rebuild its windows by replaying the last `replay` tokens (default: W), unless the file
+    has them. (layers) (W - 1) + 1 tokens would make them exact.
 
     ValueError, one sentence: no session file, cut off or damaged; of another configuration, other weights or other
     numerics; longer than `max_length`; an image among the tokens to replay whose rows the file does not have.
@@ -173,9 +174,11 @@ def _replay(model: Transformer, cache: Cache, tokens: Tensor, types: Tensor, row
     first = max(0, n - count)
     wanted = int((types[first:] == IMAGE).sum())
     if wanted > len(rows):
-        raise ValueError(f"the last {n - first} tokens have {wanted} image tokens, the file has the rows of {len(rows)} only")
-    images = ImageTokens(types[None, first:], rows[len(rows) - wanted :]) if bool((types[first:] != TEXT).any()) else None
-    before = None
+        raise ValueError(f"the last {n - first} tokens have {wanted} image tokens, the file has the rows of "
+                         f"{len(rows)} only")
+    images, before = None, None
+    if bool((types[first:] != TEXT).any()):
+        images = ImageTokens(types[None, first:], rows[len(rows) - wanted :])
     if model.engram_index is not None and first:
         before = model.engram_index.compress(tokens[None, :first], types[None, :first] != TEXT)
     model.replay(tokens[None, first:], cache, images=images, before=before)
@@ -195,9 +198,9 @@ def token_types(n: int, images: Sequence[tuple[int, ImageInput]]) -> Tensor:
 def image_rows(model: Transformer, image: ImageInput, place: int, first: int) -> Tensor:
     """Rows bf16 [k, D] of an image's IMAGE tokens from position `first` on."""
     k = int((image.span[max(0, first - place) :] == IMAGE).sum())
-    rows = image.features if isinstance(image, SavedImage) else model.encode_image(image.patches, image.grid) if k else None
     if not k:
         return torch.empty(0, model.config.hidden_size, dtype=torch.bfloat16)
+    rows = image.features if isinstance(image, SavedImage) else model.encode_image(image.patches, image.grid)
     if len(rows) < k:
         raise ValueError("an image of a loaded session is needed again, but its pixels were not saved: send it again")
     return rows[len(rows) - k :]
@@ -210,7 +213,8 @@ def identity(model: Transformer) -> dict[str, Any]:
     config = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode()).hexdigest()
     off = [name for name, on in asdict(model.num.fake_quant).items() if not on]
     numerics = ("exact" if model.num.exact else "fast") + "".join(f" without {name}" for name in off)
-    return {"format": FORMAT, "configuration": config, "weights": weights_digest(model.checkpoint), "numerics": numerics}
+    weights = weights_digest(model.checkpoint)
+    return {"format": FORMAT, "configuration": config, "weights": weights, "numerics": numerics}
 
 
 def digest(text: str, tensors: dict[str, Tensor]) -> str:
@@ -254,11 +258,12 @@ def _gap_lines(model: Transformer, start: tuple[Cache, Tensor | None], at_end: C
                fed: list[int]) -> list[tuple[str, str]]:
     cache, first = start
     one, other, lines = at_end.live_state(0), cache.live_state(0), []
-    same = all(torch.equal(rows, other[name]) for name, rows in one.items() if name.split(".")[0] in ("main", "index_key"))
+    stored = [name for name in one if name.startswith(("main.", "index_key."))]
+    same = all(torch.equal(one[name], other[name]) for name in stored)
     lines.append(("global KV of the prompt", "equal" if same else "DIFFERENT"))
     for i in range(len(model.layers)):
-        a, b = one[f"window.{i}"], other[f"window.{i}"]
-        lines.append((f"window rows of layer {i}", _apart(full.window_rows.unpack(a), cache.window_rows.unpack(b[-len(a) :]))))
+        a = full.window_rows.unpack(one[f"window.{i}"])
+        lines.append((f"window rows of layer {i}", _apart(a, full.window_rows.unpack(other[f"window.{i}"])[-len(a) :])))
     rows = [logits[0] if first is None else first]
     rows += [model(torch.tensor([[token]]), cache).logits[0, 0] for token in fed]
     for k, (a, b) in enumerate(zip(logits, rows)):
@@ -288,7 +293,7 @@ def gap_table(columns: dict[str, list[tuple[str, str]]]) -> str:
     return "\n".join(f"{row[0]:36}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
 
 
-# ------------------------------------------------------------------------------------------------ cost of a long context
+# ----------------------------------------------------------------------------------------------- cost of a long context
 
 class Cost(NamedTuple):
     """Matrix products of one decoded token."""
@@ -298,9 +303,9 @@ class Cost(NamedTuple):
     flops: float     # two for a multiplication and its addition
 
 
-WEIGHTINGS = {   # of the formats, relative to FP8
+WEIGHTINGS = {   # of the formats, relative to FP8; "FP8-equivalent": by throughput, low-precision products only
     "plain": {"FP4": 1, "FP8": 1, "FP8 x FP4": 1, "bf16": 1, "fp32": 1},
-    "FP8-equivalent": {"FP4": 0.5, "FP8": 1, "FP8 x FP4": 1, "bf16": 2, "fp32": 0},   # by throughput, low precision only
+    "FP8-equivalent": {"FP4": 0.5, "FP8": 1, "FP8 x FP4": 1, "bf16": 2, "fp32": 0},
     "... with fp32": {"FP4": 0.5, "FP8": 1, "FP8 x FP4": 1, "bf16": 2, "fp32": 4},
     "... experts at FP4 rate": {"FP4": 0.5, "FP8": 1, "FP8 x FP4": 0.5, "bf16": 2, "fp32": 4},
     "bits of the operands": {"FP4": 0.25, "FP8": 1, "FP8 x FP4": 0.5, "bf16": 4, "fp32": 16},
@@ -308,8 +313,8 @@ WEIGHTINGS = {   # of the formats, relative to FP8
 
 
 def decode_cost(config: ModelConfig, context: int) -> list[Cost]:
-    """The products that decoding one token costs when the cache then holds `context` tokens, itself included; a group of
-    m tokens costs each of them its m-th part. Elementwise work is not counted, nor the draft head."""
+    """The products that decoding one token costs when the cache then holds `context` tokens, itself included; a group
+    of m tokens costs each of them its m-th part. Elementwise work is not counted, nor the draft head."""
     c, D, N, d, e = config, config.hidden_size, config.hc_mult, config.head_dim, config.index_head_dim
     costs: list[Cost] = []
     for plan in plan_layers(c)[: c.num_hidden_layers]:
@@ -323,7 +328,7 @@ def decode_cost(config: ModelConfig, context: int) -> list[Cost]:
         heads, groups = c.num_attention_heads, c.o_groups
         for sizes in ((D, c.q_lora_rank), (c.q_lora_rank, heads * d), (D, d), (groups * c.o_lora_rank, D)):
             add("attention projections", "FP8", *sizes)
-        add("attention projections", "bf16", heads * d, c.o_lora_rank)                    # wo_a: activations not quantised
+        add("attention projections", "bf16", heads * d, c.o_lora_rank)          # wo_a: its activation is not quantised
         rows = min(c.sliding_window, context) + min(c.index_topk, held)
         add("attention core", "bf16", 2, heads, d, rows)
         if plan.mode == "full":
@@ -341,10 +346,11 @@ def decode_cost(config: ModelConfig, context: int) -> list[Cost]:
         add("shared expert", "FP8", 3, D, c.moe_intermediate_size)
         for _ in ("attention", "experts"):
             add("mHC", "fp32", N * D, (2 + N) * N)
-            add("mHC", "fp32", N, D)                                                      # read the streams
-            add("mHC", "fp32", N, N + 1, D)                                               # write them
+            add("mHC", "fp32", N, D)                                            # read the streams
+            add("mHC", "fp32", N, N + 1, D)                                     # write them
         if plan.engram is not None:
-            add("Engram projections", "FP8", (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim, (N + 1) * D)
+            columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads
+            add("Engram projections", "FP8", columns * c.engram_head_dim, (N + 1) * D)
     costs.append(Cost(None, "mHC", "fp32", 2.0 * N * D))
     costs.append(Cost(None, "head", "bf16", 2.0 * D * c.vocab_size))
     return costs
@@ -363,7 +369,8 @@ def cost_table(config: ModelConfig, contexts: Sequence[int]) -> str:
     for context, costs in at.items():
         by = [sum(cost.flops for cost in costs if cost.format == fmt) for fmt in formats]
         scans = sum(cost.flops for cost in costs if cost.part == "index scan")
-        lines.append(f"{context:>10}" + "".join(f"{flops / 1e9:>12.3f}" for flops in (*by, sum(by))) + f"{scans / 1e9:>14.3f}")
+        cells = "".join(f"{flops / 1e9:>12.3f}" for flops in (*by, sum(by)))
+        lines.append(f"{context:>10}{cells}{scans / 1e9:>14.3f}")
     lines += ["", f"growth from {contexts[0]:,}, weighting the formats " + ", ".join(formats)]
     for name, weights in WEIGHTINGS.items():
         base = weighted(at[contexts[0]], weights)
@@ -372,7 +379,7 @@ def cost_table(config: ModelConfig, contexts: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-# --------------------------------------------------------------------------------------------------- measured, on the spot
+# ------------------------------------------------------------------------------------------------ measured, on the spot
 
 def random_history(model: Transformer, length: int, room: int = 64, seed: int = 0) -> tuple[Cache, Tensor]:
     """A cache of one row that holds `length` random tokens, and those: its packed global KV and open groups are random,
@@ -431,19 +438,21 @@ def time_table(model: Transformer, contexts: Sequence[int], decode: int) -> str:
         for _ in range(decode):
             model(token, cache)
         total = now() - began
-        lines.append(f"{context:>10}{total / decode * 1e3:>12.1f}{spent / total:>24.1%}{cache.nbytes('allocated') / 2**20:>16.1f}")
+        mib = cache.nbytes("allocated") / 2**20
+        lines.append(f"{context:>10}{total / decode * 1e3:>12.1f}{spent / total:>24.1%}{mib:>16.1f}")
     return "\n".join(lines)
 
 
 def prefill_memory(config: ModelConfig, chunk: int, context: int, arith: torch.dtype, working_set: int) -> int:
-    """Upper bound in bytes of what a prefill in chunks of `chunk` tokens holds at a time besides weights and cache, when
-    `context` tokens come before: the tensors of a chunk, and those of a block of queries, which take `working_set` bytes
-    or, where that is more, what a single query needs. Only this last part grows with the context."""
+    """Upper bound in bytes of what a prefill in chunks of `chunk` tokens holds at a time besides weights and cache,
+    when `context` tokens come before: the tensors of a chunk, and those of a block of queries, which take some
+    `working_set` bytes or, where that is more, what a single query needs. Only this last part grows with the context."""
     c, a = config, arith.itemsize
     streams, heads = c.hc_mult * c.hidden_size, c.num_attention_heads * c.head_dim
     width = 4 * streams + 3 * heads + 2 * c.num_experts_per_tok * c.hidden_size
     if c.engram_layer_ids:
-        width += (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim + 2 * (c.hc_mult + 1) * c.hidden_size
+        columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads
+        width += columns * c.engram_head_dim + 2 * (c.hc_mult + 1) * c.hidden_size
     n = context + chunk
     query = n + 2 * c.index_n_heads * min(n, KEY_BLOCK[0]) + c.vocab_size
     return chunk * a * width + max(3 * working_set, 10 * a * query)
@@ -464,10 +473,11 @@ def prefill_table(model: Transformer, length: int, seed: int) -> str:
             model.prefill(ids, model.new_cache(1, length), way)
         results[way] = counter.get_total_flops(), seconds
     base, working = results["full"], WORKING_SET[model.device.type == "cuda"]
+    memory = prefill_memory(model.config, min(length, 4096), length, model.num.arith, working)
     return "\n".join([f"{'prefill':14}{'GFLOP':>12}{'of full':>10}{'seconds':>12}{'of full':>10}"] + [
         f"{way:14}{flops / 1e9:>12.2f}{flops / base[0]:>10.3f}{seconds:>12.2f}{seconds / base[1]:>10.3f}"
         for way, (flops, seconds) in results.items()] + [
-        f"memory besides weights and cache: at most {prefill_memory(model.config, min(length, 4096), length, model.num.arith, working) / 2**20:,.0f} MiB"])
+        f"memory besides weights and cache: at most {memory / 2**20:,.0f} MiB"])
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -480,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                        ("time", "seconds of a decoded token"), ("prefill", "FLOPs and seconds of the ways of prefill")):
         add = commands.add_parser(name, help=text, allow_abbrev=False).add_argument
         if name == "cost":
-            add("--config", metavar="FILE", default=str(here / "config.json"), help="default: the released configuration")
+            add("--config", metavar="FILE", default=str(here / "config.json"), help="default: the released one")
         else:
             add("--ckpt-path", metavar="DIR", default=str(here / "tiny"), help="default: tiny/")
             add("--device", help="cpu, cuda, cuda:N (default: cuda where there is one)")
@@ -491,7 +501,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in ("gap", "time"):
             add("--decode", metavar="N", type=int, default=64 if name == "gap" else 8)
         if name in ("cost", "time"):
-            add("--contexts", metavar="N,N,...", default="4096,16384,65536,262144,1048576" if name == "cost" else "4096,65536,524288")
+            some = "4096,16384,65536,262144,1048576" if name == "cost" else "4096,65536,524288"
+            add("--contexts", metavar="N,N,...", default=some, help="default %(default)s")
     args = parser.parse_args(arguments)
     try:
         contexts = [int(n) for n in getattr(args, "contexts", "1").split(",") if n.isdecimal() and int(n)]

@@ -1,6 +1,6 @@
 """One-line mistakes of the product, each of which must make a named test fail.
 
-    python tests/mutations.py [--only N or part of a name] [--jobs J] [--list]
+    python tests/mutations.py [--only N, N-M or part of a name] [--jobs J] [--list]
 
 The product is copied to a temporary folder, one mistake is made there, and the named test is run. Exit status 1 when a
 mistake survives, no longer applies (its line has changed: bring it up to date), or its test fails without any mistake.
@@ -291,14 +291,16 @@ def survives(mutation: Mutation) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make one-line mistakes and see that the tests notice.")
-    parser.add_argument("--only", help="the number of one mutation, or a part of names")
+    parser.add_argument("--only", help="a number, a range such as 40-50, or a part of names")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(arguments)
     chosen = list(enumerate(MUTATIONS, 1))
     if options.only is not None:
+        first, _, last = options.only.partition("-")
+        numbers = range(int(first), int(last or first) + 1) if (first + last).isdigit() and first else None
         chosen = [(i, mutation) for i, mutation in chosen
-                  if (options.only == str(i) if options.only.isdigit() else options.only in mutation.name)]
+                  if (options.only in mutation.name if numbers is None else i in numbers)]
     if options.list or not chosen:
         print("\n".join(f"{i:3} {mutation.name}: {mutation.test}" for i, mutation in chosen) or "no such mutation")
         return 0 if chosen else 1

@@ -279,6 +279,7 @@ def test_a_session_in_a_terminal() -> None:
         assert "DeepSeek-V4.1-Flash" in banner and "/help" in banner
         assert all(len(re.sub(r"\x1b\[[0-9;?]*[a-z]", "", line)) <= 80 for line in banner.splitlines())
         session.expect(r"\n> ")
+        time.sleep(1)  # readline does not notice a signal that comes right after it has written the prompt
         session.type(CTRL_C)  # at the prompt: a hint, and the session lives
         session.expect(r"Ctrl-D or /exit leaves")
         shown, asked, cached, said = ask("tell me a long story")

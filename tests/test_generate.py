@@ -371,13 +371,13 @@ def test_benchmark_prints_a_table(cli: Cli, tiny: Transformer) -> None:
     result = cli("--exact", "--benchmark", "40,8", "--benchmark-decode", 3, "--batch-size", 2)
     assert result.code == 0 and "exact" in result.err and max(map(len, result.out.splitlines())) <= 80
     head, first, second = result.out.splitlines()
-    assert head.split() == "prompt prefill/s decode/s ops/step cache MiB peak RSS MiB".split()
+    assert head.split() == "prompt prefill/s GFLOP decode/s ops/step cache MiB peak RSS MiB".split()
     rows = [[float(word) for word in line.split()] for line in (first, second)]
     assert [row[0] for row in rows] == [8, 40] and all(value > 0 for row in rows for value in row)
     cache = tiny.new_cache(2)
     tiny(torch.zeros(2, 40, dtype=torch.int64), cache)
     tiny(torch.zeros(2, 4, dtype=torch.int64), cache)  # 3 decoded, 1 counted
-    assert rows[1][4] == round(cache.nbytes() / 2**20, 2)
+    assert rows[1][5] == round(cache.nbytes() / 2**20, 2)
     with CountOperations() as operations:
         torch.ones(3).add(1).mul(2)
     assert operations.count == 3

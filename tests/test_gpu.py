@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +30,6 @@ from test_parallel import CHAT, FAILS_IN_A_FORWARD, HERE, TINY, Team, alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    """The CPU's side of released layers is large enough for more than one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(8, torch.multiprocessing.cpu_count()))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +49,10 @@ def on_cpu(checkpoints: dict[str, Path]) -> Any:
 
     def get(name: str) -> dict[str, Tensor]:
         if name not in made:
+            before = torch.get_num_threads()
+            torch.set_num_threads(min(8, torch.multiprocessing.cpu_count()) if name == "released" else 1)
             made[name] = load_and_run(None, str(checkpoints[name]), "cpu", True, runs_of(name))
+            torch.set_num_threads(before)
         return made[name]
     return get
 

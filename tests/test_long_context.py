@@ -28,18 +28,18 @@ import session
 import twin
 from convert import load_model, write_random
 from golden_data import CHECKPOINT, same_bits
-from model import Cache, ModelConfig, Transformer, plan_layers
+from model import Cache, Chunk, ModelConfig, Transformer, plan_layers
 from quant import Numerics
 from session import Cost, decode_cost, random_history
 from small_models import Small, feed, published
 
 FAR: dict[str, Any] = dict(
-    hidden_size=64, moe_intermediate_size=32, num_hidden_layers=6, num_attention_heads=4, head_dim=32, qk_rope_head_dim=12,
-    q_lora_rank=96, o_lora_rank=48, o_groups=2, max_position_embeddings=1 << 20, n_routed_experts=5, num_experts_per_tok=2,
-    sliding_window=7, compress_ratios=[0, 2, 2, 1, 1, 1, 0], kv_source_layer_ids=[1, 3], index_source_layer_ids=[1, 3, 5],
-    index_n_heads=3, index_head_dim=32, index_topk=10, candidate_source_layer_id=3, candidate_topk_blocks=4,
-    candidate_block_size=7, hc_mult=3, hc_sinkhorn_iters=5, engram_layer_ids=[0, 4], num_nextn_predict_layers=1,
-    dspark_block_size=4, dspark_target_layer_ids=[3, 5])
+    hidden_size=64, moe_intermediate_size=32, num_hidden_layers=6, num_attention_heads=4, head_dim=32,
+    qk_rope_head_dim=12, q_lora_rank=96, o_lora_rank=48, o_groups=2, max_position_embeddings=1 << 20,
+    n_routed_experts=5, num_experts_per_tok=2, sliding_window=7, compress_ratios=[0, 2, 2, 1, 1, 1, 0],
+    kv_source_layer_ids=[1, 3], index_source_layer_ids=[1, 3, 5], index_n_heads=3, index_head_dim=32, index_topk=10,
+    candidate_source_layer_id=3, candidate_topk_blocks=4, candidate_block_size=7, hc_mult=3, hc_sinkhorn_iters=5,
+    engram_layer_ids=[0, 4], num_nextn_predict_layers=1, dspark_block_size=4, dspark_target_layer_ids=[3, 5])
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load_model(folder / "checkpoint", exact=True, device="cpu", draft=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- the far twin
+# --------------------------------------------------------------------------------------------------------- the far twin
 
 @dataclass
 class Past:
@@ -67,16 +67,21 @@ class Past:
     @classmethod
     def of(cls, cache: Cache, tokens: list[int]) -> Past:
         def unpack(packed: np.ndarray, width: int, block: int, scales: np.ndarray) -> np.ndarray:
-            codes = np.stack([packed[:, : width // 2] & 0xF, packed[:, : width // 2] >> 4], -1).reshape(len(packed), width)
+            pairs = packed[:, : width // 2]
+            codes = np.stack([pairs & 0xF, pairs >> 4], -1).reshape(len(packed), width)
             return twin.E2M1[codes] * scales[packed[:, width // 2 :]].repeat(block, 1)
 
         c, n = cache.config, cache.lengths[0]
         sources = {i: cache.plans[i].ratio for i in c.kv_source_layer_ids}
-        waiting = {(what, i): [ring[0, p % ring.shape[1]].double().numpy() for p in range(n - n % sources[i], n)]
-                   for (what, *rest), ring in cache.rings.items() if what in ("kv", "score") for i in rest}
-        return cls(tokens, n, {i: unpack(cache.main[i][0, : n // m].numpy(), c.head_dim, 16, twin.E4M3) for i, m in sources.items()},
-                   {i: unpack(cache.keys[i][0, : n // m].numpy(), c.index_head_dim, 32, twin.E8M0) for i, m in sources.items()},
-                   *({i: np.array(waiting.get((what, i), [])).reshape(-1, c.head_dim) for i in sources} for what in ("kv", "score")))
+        rows, keys, kv, score = {}, {}, {}, {}
+        for i, m in sources.items():
+            rows[i] = unpack(cache.main[i][0, : n // m].numpy(), c.head_dim, 16, twin.E4M3)
+            keys[i] = unpack(cache.keys[i][0, : n // m].numpy(), c.index_head_dim, 32, twin.E8M0)
+            for what, waiting in (("kv", kv), ("score", score)):
+                if m > 1:
+                    ring = cache.rings[what, i][0].double().numpy()
+                    waiting[i] = ring[[p % len(ring) for p in range(n - n % m, n)]]
+        return cls(tokens, n, rows, keys, kv, score)
 
 
 def best(values: np.ndarray, k: int) -> list[int]:
@@ -103,7 +108,8 @@ def far_twin(directory: Path, past: Past, new: list[int], first: int) -> dict[st
     state: dict[str, Any] = {"chosen": None, "pool": None, "picked": {}}
 
     def attention(layer: int, x: np.ndarray) -> np.ndarray:
-        prefix, m, frequencies = f"layers.{layer}.attn", text["compress_ratios"][layer], twin.layer_frequencies(text, layer)
+        prefix, m = f"layers.{layer}.attn", text["compress_ratios"][layer]
+        frequencies = twin.layer_frequencies(text, layer)
         source = max((i for i in text["kv_source_layer_ids"] if i <= layer), default=None)
         if layer == source:
             append(layer, prefix, m, frequencies, x[n - first :])
@@ -133,8 +139,8 @@ def far_twin(directory: Path, past: Past, new: list[int], first: int) -> dict[st
             score = np.concatenate([past.score[layer], twin.float32(twin.product(x, wgate))])
             latent = twin.pool(kv, score, m, norm, eps)
         at = [(n // m + j) * m for j in range(len(latent))]
-        key = twin.rotate(run.norm(run.linear(latent, f"{prefix}.indexer.wk"), f"{prefix}.indexer.k_norm"), at, frequencies)
-        keys[layer] = np.concatenate([keys[layer], twin.quantise_fp4(key).values])
+        key = run.norm(run.linear(latent, f"{prefix}.indexer.wk"), f"{prefix}.indexer.k_norm")
+        keys[layer] = np.concatenate([keys[layer], twin.quantise_fp4(twin.rotate(key, at, frequencies)).values])
         rows[layer] = np.concatenate([rows[layer], twin.quantise_fp4_main(twin.rotate(latent, at, frequencies)).values])
 
     def select(layer: int, m: int, scores: np.ndarray) -> None:
@@ -145,7 +151,8 @@ def far_twin(directory: Path, past: Past, new: list[int], first: int) -> dict[st
             if layer <= source:
                 state["chosen"].append(best(scores[t, :reach], k))
             else:
-                inside = np.array([j for block in sorted(state["pool"][t]) for j in range(block * size, min(block * size + size, reach))])
+                blocks = [range(block * size, min(block * size + size, reach)) for block in sorted(state["pool"][t])]
+                inside = np.array([j for block in blocks for j in block])
                 state["chosen"].append(inside[best(scores[t, inside], k)].tolist())
             if layer == source:
                 padded = np.full(-(-reach // size) * size, -np.inf)
@@ -168,7 +175,8 @@ def far_twin(directory: Path, past: Past, new: list[int], first: int) -> dict[st
             h = twin.engram(run, h, layer, found, np.zeros(len(h), bool))
         if layer in text["dspark_target_layer_ids"]:
             hidden.append(twin.bf16(h.mean(1)))
-        h, pre_mix = twin.block(run, h, pre_mix, f"layers.{layer}", lambda x: attention(layer, x), text["num_experts_per_tok"], None)
+        h, pre_mix = twin.block(run, h, pre_mix, f"layers.{layer}", lambda x: attention(layer, x),
+                                text["num_experts_per_tok"], None)
     logits = twin.float32(twin.product(run.norm(twin.collapse(h, pre_mix), "norm"), ckpt.weight("head")))
     context = twin.draft_context(run, np.concatenate(hidden, 1), first)
     drafts = twin.draft(run, context, 11, positions[-1], first)
@@ -177,9 +185,10 @@ def far_twin(directory: Path, past: Past, new: list[int], first: int) -> dict[st
 
 @pytest.mark.parametrize("length, chunks", [
     ((1 << 20) - 5, [1, 4]), pytest.param((1 << 20) - 6, [5, 1], marks=pytest.mark.long)])
-def test_a_short_decode_at_the_end_of_a_million_tokens_equals_the_twin(far: Transformer, length: int, chunks: list[int]) -> None:
-    """Rotary angles, n-grams, rings, open groups, pool and index arithmetic up to position 1,048,575, from an even and an
-    odd length. Windows are replayed first: seven tokens at their true positions."""
+def test_a_short_decode_at_the_end_of_a_million_tokens_equals_the_twin(far: Transformer, length: int,
+                                                                       chunks: list[int]) -> None:
+    """Rotary angles, n-grams, rings, open groups, pool and index arithmetic up to position 1,048,575, from an even and
+    an odd length. Windows are replayed first: seven tokens at their true positions."""
     cache, tokens = random_history(far, length, room=sum(chunks), seed=length)
     past = Past.of(cache, tokens.tolist())
     new = torch.randint(11, 600, (sum(chunks),), generator=torch.Generator().manual_seed(1))
@@ -197,6 +206,13 @@ def test_a_short_decode_at_the_end_of_a_million_tokens_equals_the_twin(far: Tran
 
 # -------------------------------------------------------------------------------------------------------------- storage
 
+def write(cache: Cache, source: int, chunk: Chunk, value: int) -> None:
+    """The rows of a chunk's groups, all bytes alike."""
+    shape = cache.batch_size, chunk.width // cache.plans[source].ratio
+    rows = [torch.full((*shape, codec.bytes), value, dtype=torch.uint8) for codec in (cache.main_rows, cache.key_rows)]
+    cache.write_compressed(source, chunk, *rows)
+
+
 def test_storage_grows_in_steps_and_never_far_ahead() -> None:
     """A limit of 2^20 tokens allocates nothing; 40,000 tokens in chunks of 100 move the storage some twenty times."""
     config = ModelConfig.from_dict(published(FAR))
@@ -207,9 +223,8 @@ def test_storage_grows_in_steps_and_never_far_ahead() -> None:
     for start in range(0, 40_000, 100):
         chunk = cache.chunk([100, 40], 100, "encoder")
         for source in cache.main:
-            groups, before = 100 // cache.plans[source].ratio, cache.main[source]
-            cache.write_compressed(source, chunk, *(torch.full((2, groups, rows.bytes), start // 100 % 256, dtype=torch.uint8)
-                                                    for rows in (cache.main_rows, cache.key_rows)))
+            before = cache.main[source]
+            write(cache, source, chunk, start // 100 % 256)
             moves[source] += cache.main[source] is not before
             used, rows = chunk.ends[0] // cache.plans[source].ratio, cache.main[source].shape[1]
             assert used <= rows <= max(used * 5 // 4 + 1, used + 255) and cache.keys[source].shape[1] == rows
@@ -223,7 +238,7 @@ def test_storage_stops_at_the_limit() -> None:
     cache = Cache(ModelConfig.from_dict(published(FAR)), Numerics(), 1, 1001, torch.device("cpu"))
     for n in (900, 101):
         chunk = cache.chunk([n], n, "encoder")
-        cache.write_compressed(3, chunk, *(torch.zeros(1, n, rows.bytes, dtype=torch.uint8) for rows in (cache.main_rows, cache.key_rows)))
+        write(cache, 3, chunk, 0)
         cache.commit(chunk)
     assert cache.main[3].shape[1] == 1001
     with pytest.raises(ValueError, match="row 0 would hold 1002 tokens, but this cache was made for max_length = 1001"):
@@ -261,9 +276,10 @@ class Live(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-@pytest.mark.parametrize("context, chunk, working_set", [(0, 200, 1 << 20), (9000, 200, 1 << 20), (9000, 100, 4 << 20), (70_000, 20, 1 << 20)])
-def test_prefill_memory_stays_below_the_stated_bound(far: Transformer, monkeypatch: pytest.MonkeyPatch, context: int, chunk: int,
-                                                    working_set: int) -> None:
+@pytest.mark.parametrize("context, chunk, working_set", [
+    (0, 200, 1 << 20), (9000, 200, 1 << 20), (9000, 100, 4 << 20), (70_000, 20, 1 << 20)])
+def test_prefill_memory_stays_below_the_stated_bound(far: Transformer, monkeypatch: pytest.MonkeyPatch, context: int,
+                                                     chunk: int, working_set: int) -> None:
     """Besides weights and cache; the bound is no more than some times too large, and it does not follow the context
     until one query needs more than the working set."""
     monkeypatch.setattr(product, "WORKING_SET", (working_set, working_set))
@@ -288,27 +304,22 @@ cache = model.new_cache(1, 65536)
 model.prefill(torch.randint(11, 2048, (1, 65536)), cache, "bounded")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, cache.lengths[0])"""
     root = Path(product.__file__).parent
-    done = subprocess.run([sys.executable, "-c", program, str(root / "tiny")], cwd=root, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program, str(root / "tiny")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     kib, length = map(int, done.stdout.split())
     assert length == 65536 and kib * 1024 < 3 << 30
 
 
-# ----------------------------------------------------------------------------------------------------- cost of a decoded token
+# ---------------------------------------------------------------------------------------------- cost of a decoded token
 
 @pytest.mark.parametrize("context", [6, 24, 90, 700])
 def test_decode_cost_equals_a_count_of_the_products_that_are_run(far: Transformer, context: int) -> None:
-    """Two decoded tokens, so that each group is paid once, from a full window on, below and above the top-k and the pool."""
-    c = far.config
-    _, cache = feed(far, torch.full((context,), 11), [context])
-    draft, far.mtp = far.mtp, None
-    try:
-        with FlopCounterMode(display=False):       # the first use in a process counts a product too many
-            far(torch.full((1, 1), 12), cache.fork())
-        with FlopCounterMode(display=False) as counter:
-            for _ in range(2):
-                far(torch.full((1, 1), 12), cache)
-    finally:
-        far.mtp = draft
+    """Two decoded tokens, so that each group is paid once; a full window, fewer and more rows than top-k and pool."""
+    model, c = load_model(far.checkpoint, exact=True, device="cpu"), far.config       # without its draft head
+    _, cache = feed(model, torch.full((context,), 11), [context])
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(2):
+            model(torch.full((1, 1), 12), cache)
     # Sinkhorn's sums are products with constants here, work of N^4 that decode_cost does not count
     with FlopCounterMode(display=False) as mixing:
         far.layers[0].sinkhorn(torch.zeros(1, 1, c.hc_mult, c.hc_mult, dtype=torch.float64))
@@ -322,7 +333,8 @@ def slow_cost(text: dict[str, Any], context: int) -> dict[str, float]:
     source = 0
     for layer, m in enumerate(text["compress_ratios"][: text["num_hidden_layers"]]):
         source = layer if layer in text["kv_source_layer_ids"] else source
-        rows = len(range(max(0, context - text["sliding_window"]), context)) + (min(text["index_topk"], context // m) if m else 0)
+        rows = len(range(max(0, context - text["sliding_window"]), context))
+        rows += min(text["index_topk"], context // m) if m else 0
         for _ in range(text["num_attention_heads"]):
             out["attention core"] += 4 * text["head_dim"] * rows                 # q . k, then p times v
         if layer in text["index_source_layer_ids"]:
@@ -346,7 +358,9 @@ def test_decode_cost_of_the_released_model() -> None:
             assert math.isclose(sum(cost.flops for cost in costs if cost.part == part), flops, rel_tol=1e-12), part
     scans = sum(cost.flops for cost in at[1 << 20] if cost.part == "index scan" and cost.format == "FP4")
     assert scans == 2 * 32 * 128 * (3 * (1 << 19) + (1 << 20)) and 21e9 < scans < 22e9
-    growth = {name: session.weighted(at[1 << 20], w) / session.weighted(at[4096], w) - 1 for name, w in session.WEIGHTINGS.items()}
+    near, far_off = at.values()
+    growth = {name: session.weighted(far_off, weights) / session.weighted(near, weights) - 1
+              for name, weights in session.WEIGHTINGS.items()}
     assert abs(growth["FP8-equivalent"] - 0.25) < 0.01 and 0.6 < growth["plain"] < 0.63
     # only the index depends on the context: everything else is the same work
     rest = [[cost for cost in costs if not cost.part.startswith("index ")] for costs in at.values()]
@@ -371,7 +385,7 @@ def test_the_cost_and_time_commands(far: Transformer, capsys: pytest.CaptureFixt
 
 
 def test_reindex_layers_gather_the_pools_rows_in_decode(far: Transformer) -> None:
-    """Index keys unpacked for one token, by layer: the sources' all, the Reindex layer's 4 blocks of 7 at any length."""
+    """Index keys unpacked for one token, by layer: all in Full layers, 4 blocks of 7 in the Reindex layer."""
     counts: dict[int, dict[int, int]] = {}
     for context in (100, 3001):
         cache, _ = random_history(far, context)
@@ -383,7 +397,8 @@ def test_reindex_layers_gather_the_pools_rows_in_decode(far: Transformer) -> Non
             return unpack(rows)
 
         cache.key_rows.unpack = counted
-        hooks = [block.register_forward_pre_hook(lambda *_, i=i: layer.__setitem__(0, i)) for i, block in enumerate(far.layers)]
+        hooks = [block.register_forward_pre_hook(lambda *_, i=i: layer.__setitem__(0, i))
+                 for i, block in enumerate(far.layers)]
         try:
             far(torch.full((1, 1), 11), cache)
         finally:
@@ -399,8 +414,8 @@ NEEDLE, DECOY, QUESTION = 11, 12, 13
 
 
 def hand_made(directory: Path) -> Transformer:
-    """Layers that pass the embeddings on and index them by hand: a row's key is its tokens' content (dims 0-19, which are
-    not rotated), a query is the content of its token. The question looks for dim 0, which the needle alone has;
+    """Layers that pass the embeddings on and index them by hand: a row's key is its tokens' content (dims 0-19, which
+    are not rotated), a query is the content of its token. The question looks for dim 0, which the needle alone has;
     layer 5's query also looks for dim 3, which the decoy has."""
     model = load_model(directory, device="cpu")
     c, g = model.config, torch.Generator().manual_seed(0)
@@ -420,14 +435,15 @@ def hand_made(directory: Path) -> Transformer:
 
     embedding = torch.zeros(c.vocab_size, c.hidden_size)
     embedding[:, 1:20] = torch.randn(c.vocab_size, 19, generator=g) * 0.3
-    embedding[:, 0], embedding[:, 2:4], embedding[:, 63] = -1, 0, 1      # not what is looked for; 63 makes weights positive
+    embedding[:, 0], embedding[:, 2:4] = -1, 0      # not what is looked for
+    embedding[:, 63] = 1                            # makes the weights of the index heads positive
     embedding[[NEEDLE, DECOY, QUESTION], :20] = 0
     embedding[NEEDLE, 0], embedding[DECOY, 3], embedding[QUESTION, [0, 2]] = 2, 4, 2
     embedding[DECOY, 0] = -1
     model.embed.weight = nn.Parameter(embedding.to(torch.bfloat16), requires_grad=False)
     for i, block in enumerate(model.layers):
         block.attn_norm.weight.fill_(1)
-        for silent in (block.attn.wo_b, block.ffn.shared_experts.w2, *([block.engram.wkv] if block.engram is not None else [])):
+        for silent in [block.attn.wo_b, block.ffn.shared_experts.w2] + ([block.engram.wkv] if block.engram else []):
             put(silent, torch.zeros(silent.weight.shape))
         block.ffn.experts.w2.weight.zero_()
         put(block.attn.wq_a, select(96, 64, [(d, d) for d in range(20)]))
@@ -435,7 +451,7 @@ def hand_made(directory: Path) -> Transformer:
         if hasattr(block.attn, "indexer"):
             pairs = [(h * 32 + d, d) for h in range(3) for d in range(20)]
             if block.plan.mode == "reindex":
-                pairs = [(h * 32 + d, {3: 2}.get(d, d)) for h in range(3) for d in (0, 3)]      # dim 3 is asked for by dim 2
+                pairs = [(h * 32 + d, asked) for h in range(3) for d, asked in ((0, 0), (3, 2))]
             put(block.attn.indexer.wq_b, select(96, 96, pairs))
             put(block.attn.indexer.weights_proj, select(3, 64, [(h, 63) for h in range(3)]))
         if block.plan.mode == "full":
@@ -459,7 +475,8 @@ def test_a_needle_far_back_is_selected_and_survives_the_pool(far: Transformer, p
     if present:
         ids[700] = NEEDLE
     picked: dict[int, product.Selection] = {}
-    hooks = [model.layers[i].attn.indexer.register_forward_hook(lambda _, __, out, i=i: picked.__setitem__(i, out)) for i in (1, 3, 5)]
+    hooks = [model.layers[i].attn.indexer.register_forward_hook(lambda _, __, out, i=i: picked.__setitem__(i, out))
+             for i in (1, 3, 5)]
     cache = model.new_cache(1, 2100)
     if question == "decoded":
         feed(model, ids, [2000, 1], cache)
