@@ -1,24 +1,91 @@
-"""Speed of random layers, part by part, beside what the hardware allows.
+"""Speed and memory of a checkpoint, and of random layers part by part beside what the hardware allows.
 
+    python generate.py --benchmark 512,4096
     python generate.py --benchmark 4096,32768 --random CONFIG.json --context 4096,262144 --batch-size 8
 
-Packed random weights are made in device memory and the cache is filled with random packed rows, so a context of any length
-costs no prefill and nothing touches the disk. For each part of a step the bytes that must move and the operations that must
-be done are counted first; the larger of the two times is its floor on the device.
+In the second form packed random weights are made in device memory and the cache is filled with random packed rows, so a
+context of any length costs no prefill and nothing touches the disk. For each part of a step the bytes that must move and
+the operations that must be done are counted first; the larger of the two times is its floor on the device.
 """
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from convert import RandomWeights
 from model import Cache, ModelConfig, Transformer
-from quant import Linear, Numerics
+from quant import Linear, Numerics, bind
+
+# ------------------------------------------------------------------------------------------------------- a checkpoint
+
+class CountOperations(TorchDispatchMode):
+    """Counts the eager operations that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_benchmark(s: Any, decoder: Any) -> None:
+    """A line of the table for each prompt length: random prompts, greedy decoding, nothing else running in between. `s` is
+    generate.py's Setting, `decoder` its greedy decoder.
+    GFLOP counts the matrix products of the prefill, which is run once more for it."""
+    args, model, rows = s.args, s.model, s.args.batch_size
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    def measure(length: int, decode: int) -> tuple[float, int, float, int, int, int]:
+        ids = torch.randint(model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(args.seed))  # [B, S]
+        cache = model.new_cache(rows, length + decode + 64)
+        began = now()
+        logits = model.prefill(ids, cache, args.prefill).logits
+        chosen = [[token] for token in decoder.sampler.choose(logits[:, -1])]
+        read, made, room = now(), 0, [decode + 32] * rows
+        while made < decode * rows:
+            chosen = decoder.step(cache, [tokens[-1] for tokens in chosen], [True] * rows, room)
+            made += sum(map(len, chosen))
+        done = now()
+        with CountOperations() as operations:
+            decoder.step(cache, [tokens[-1] for tokens in chosen], [True] * rows, room)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if model.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(model.device)
+        with FlopCounterMode(display=False) as products:
+            model.prefill(ids, model.new_cache(rows, length), args.prefill)
+        flops = products.get_total_flops()
+        return rows * length / (read - began), flops, made / (done - read), operations.count, cache.nbytes(), peak
+
+    memory = "peak GPU MiB" if model.device.type == "cuda" else "peak RSS MiB"
+    s.screen.note(f"{args.ckpt_path}: {'exact' if args.exact else 'fast'}, {args.prefill} prefill, "
+                  f"{'speculative' if args.speculative else 'plain'} decoding,\nbatch {rows}, {model.device}, "
+                  f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    s.screen.write(f"{'prompt':>8}{'prefill/s':>12}{'GFLOP':>9}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}"
+                   f"{memory:>14}\n")
+    measure(min(16, *args.benchmark), 2)                     # warm up: first calls allocate and choose kernels
+    for length in args.benchmark:
+        prefill, flops, decode, operations, held, peak = measure(length, args.benchmark_decode)
+        s.screen.write(f"{length:>8}{prefill:>12.1f}{flops / 1e9:>9.2f}{decode:>11.1f}{operations:>11}"
+                       f"{held / 2**20:>12.2f}{peak / 2**20:>14.1f}\n")
+
+
+# ------------------------------------------------------------------------------------------------------- random layers
 
 PARTS = ("projections", "indexer", "gather + attention", "dequantisation", "experts", "mHC and the rest")
 # What one H200 was measured to do here: bytes/s of a device copy (read + written), bf16 and float32 operations/s.
@@ -42,6 +109,7 @@ def random_model(config: ModelConfig, num: Numerics, device: torch.device, seed:
             setattr(module, name, buffer.to(device))
         if isinstance(module, Linear):
             module.prepare()
+    bind(model)
     return model
 
 
@@ -95,11 +163,23 @@ class Work:
         return max(self.bytes / BANDWIDTH, self.bf16 / BF16_RATE + self.float32 / FLOAT32_RATE)
 
 
-def count_work(model: Transformer, rows: int, tokens: int, context: int) -> dict[str, Work]:
+def experts_used(model: Transformer, run: Callable[[], Any]) -> list[int]:
+    """How many different experts each layer's tokens go to in `run`."""
+    seen: dict[int, set[int]] = {i: set() for i in range(len(model.layers))}
+    handles = [layer.ffn.gate.register_forward_hook(lambda _, __, out, i=i: seen[i].update(out[1].unique().tolist()))
+               for i, layer in enumerate(model.layers)]
+    run()
+    for handle in handles:
+        handle.remove()
+    return [len(experts) for experts in seen.values()]
+
+
+def count_work(model: Transformer, rows: int, tokens: int, context: int, used_experts: list[int]) -> dict[str, Work]:
     """Work of one fast forward of `tokens` new tokens in each of `rows` rows that hold `context` tokens before.
 
     Weights and history are read once per forward, activations are not counted but for the residual streams. Dense weights
     are bfloat16; a dequantised expert is written and read once. Prompts attend to half of what they add, on average.
+    `used_experts`: the experts of each layer that its tokens go to.
     """
     c, new = model.config, rows * tokens
     work = {part: Work() for part in PARTS}
@@ -109,7 +189,7 @@ def count_work(model: Transformer, rows: int, tokens: int, context: int) -> dict
         work[part].bf16 += 2 * elements * new
 
     seen = context + (tokens + 1) / 2
-    for block in model.layers:
+    for block, used in zip(model.layers, used_experts):
         plan = block.plan
         for name, parameter in block.named_parameters():
             if parameter.dim() == 2 and not name.endswith("scale") and "hc_" not in name and ".experts." not in name:
@@ -131,7 +211,6 @@ def count_work(model: Transformer, rows: int, tokens: int, context: int) -> dict
             work["indexer"].bytes += key_bytes * (scored * new if plan.uses_pool and tokens == 1 else held * rows)
         per_expert = 3 * c.hidden_size * c.moe_intermediate_size
         routes = new * c.num_experts_per_tok
-        used = c.n_routed_experts * (1 - (1 - 1 / c.n_routed_experts) ** routes)    # different experts, evenly routed
         work["dequantisation"].bytes += used * per_expert * (0.5 + 1 / 32 + 2)
         work["experts"].bytes += used * per_expert * 2
         work["experts"].bf16 += 2 * per_expert * routes
@@ -204,9 +283,12 @@ def measure(model: Transformer, run: Callable[[], Any], forwards: int) -> tuple[
     return total, timer.seconds(with_events, forwards)
 
 
-def random_benchmark(config: ModelConfig, prompts: list[int], contexts: list[int], rows: int, num: Numerics, device: torch.device,
+def random_benchmark(config_path: str | Path, prompts: list[int], contexts: list[int], rows: int, exact: bool, device: torch.device,
                      seed: int, write: Callable[[str], Any]) -> None:
     """Print a table for every context (one decode step of `rows` rows) and prompt (a prefill of one row)."""
+    config, num = ModelConfig.from_json(config_path), Numerics(torch.float64 if exact else torch.float32)
+    if config.engram_layer_ids:
+        raise ValueError(f"{config_path} has Engram layers, whose tables --random does not make: set engram_layer_ids to []")
     model = random_model(config, num, device, seed)
     modes = ", ".join(f"{p.mode}{f' m={p.ratio}' if p.mode == 'full' else ''}" for p in model.plans[: config.num_hidden_layers])
     write(f"random layers: {modes}\n{device}, {'exact' if num.exact else 'fast'}, torch {torch.__version__}\n")
@@ -214,26 +296,29 @@ def random_benchmark(config: ModelConfig, prompts: list[int], contexts: list[int
     def table(what: str, tokens: int, work: dict[str, Work], total: float, spent: dict[str, float]) -> None:
         peak = f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else ""
         write(f"\n{what}: {total * 1e3:.1f} ms, {tokens / total:,.0f} tokens/s{peak}\n")
-        write(f"  {'part':20}{'GB':>9}{'TFLOP':>9}{'floor ms':>11}{'measured ms':>13}{'ratio':>8}\n")
-        for part in PARTS:
-            w, took = work[part], spent[part]
-            write(f"  {part:20}{w.bytes / 1e9:>9.3f}{(w.bf16 + w.float32) / 1e12:>9.4f}{w.floor() * 1e3:>11.3f}{took * 1e3:>13.2f}"
-                  f"{took / w.floor():>8.0f}\n")
-        floor = sum(w.floor() for w in work.values())
-        write(f"  {'all':20}{sum(w.bytes for w in work.values()) / 1e9:>9.3f}"
-              f"{sum(w.bf16 + w.float32 for w in work.values()) / 1e12:>9.4f}{floor * 1e3:>11.3f}{total * 1e3:>13.2f}{total / floor:>8.0f}\n")
+        write(f"  {'part':20}{'GB':>9}{'TFLOP':>9}{'H200 floor ms':>15}{'measured ms':>13}{'ratio':>8}\n")
+        lines = [(part, work[part].bytes, work[part].bf16 + work[part].float32, work[part].floor(), spent[part]) for part in PARTS]
+        lines.append(("all", *(sum(line[i] for line in lines) for i in (1, 2, 3)), total))
+        for part, moved, done, floor, took in lines:
+            write(f"  {part:20}{moved / 1e9:>9.3f}{done / 1e12:>9.4f}{floor * 1e3:>15.3f}{took * 1e3:>13.2f}{took / floor:>8.1f}\n")
 
     for context in contexts:
         cache = fill_cache(model.new_cache(rows, context + 64), context, seed)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         token = torch.zeros(rows, 1, dtype=torch.int64)
-        total, spent = measure(model, lambda: model(token, cache, logits="last"), 5)
-        table(f"decode, {rows} row{'s' * (rows > 1)}, context {context:,}", rows, count_work(model, rows, 1, context), total, spent)
+        def step() -> Any:
+            return model(token, cache, logits="last")
+        used = experts_used(model, step)
+        total, spent = measure(model, step, 5)
+        table(f"decode, {rows} row{'s' * (rows > 1)}, context {context:,}", rows, count_work(model, rows, 1, context, used), total, spent)
         del cache
     for length in prompts:
         ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        total, spent = measure(model, lambda: model.prefill(ids, model.new_cache(1, length)), 3)
-        table(f"prefill, {length:,} tokens", length, count_work(model, 1, length, 0), total, spent)
+        def prefill() -> Any:
+            return model.prefill(ids, model.new_cache(1, length))
+        used = experts_used(model, prefill)
+        total, spent = measure(model, prefill, 3)
+        table(f"prefill, {length:,} tokens", length, count_work(model, 1, length, 0, used), total, spent)

@@ -35,10 +35,9 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from benchmark import random_benchmark, run_benchmark
 from convert import INDEX, load_model
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
 from encoding import (EOS, THINK_END, THINK_START, encode_messages, image_source, parse_completion, prompt_ids,
@@ -91,8 +90,8 @@ def image_tokens(model: Transformer, prompts: Sequence[Prompt], starts: Sequence
             span, past = image.span, max(0, start - place)  # past: tokens of the span that the cache holds already
             if past < len(span):
                 if isinstance(image, SavedImage):
-                    raise ValueError("an image of the resumed session would have to be read again, but only its place in the "
-                                     "cache was saved: /clear and send it once more")
+                    raise ValueError("an image of the resumed session would have to be read again, but only its place in "
+                                     "the cache was saved: /clear and send it once more")
                 at = place + past - start
                 types[row, at : at + len(span) - past] = span[past:]
                 rows = model.encode_image(image.patches, image.grid)                            # [n, D]
@@ -232,8 +231,8 @@ class Session:
 
 
     def save(self, file: str, chat: Any, at_prompt: bool, with_windows: bool) -> int:
-        """Write it to a session file; -> the tokens in it. `at_prompt`: as of the end of the last prompt, where the next
-        one will take up the history when the reasoning behind it is dropped."""
+        """Write it to a session file; -> the tokens in it. `at_prompt`: as of the end of the last prompt, where the
+        next one will take up the history when the reasoning behind it is dropped."""
         cache = self.cache.fork(self.snapshots[-1]) if at_prompt and self.snapshots else self.cache
         n = cache.lengths[0]
         tokens = [self.model.config.image_token_id if isinstance(key, bytes) else key for key in self.held[:n]]
@@ -628,9 +627,10 @@ def pack(value: Any) -> Any:
 
 def unpack(value: Any, images: Sequence[SavedImage]) -> Any:
     if isinstance(value, dict) and isinstance(image := value.get("image"), dict) and "sha256" in image:
-        same = [known for known in images if known.digest.hex() == image["sha256"]]
-        return max(same, key=lambda known: len(known.features), default=SavedImage(
-            torch.empty(0), tuple(image["grid"]), tuple(image["llm_grid"]), bytes.fromhex(image["sha256"]), torch.empty(0)))
+        none, pixels = torch.empty(0), bytes.fromhex(image["sha256"])
+        unread = SavedImage(none, tuple(image["grid"]), tuple(image["llm_grid"]), pixels, none)
+        same = [known for known in images if known.digest == pixels]
+        return max(same, key=lambda known: len(known.features), default=unread)
     if isinstance(value, dict):
         return {key: unpack(item, images) for key, item in value.items()}
     return [unpack(item, images) for item in value] if isinstance(value, list) else value
@@ -656,7 +656,8 @@ class Chat:
     def save(self, file: str) -> int:
         chat = {"turns": pack(self.turns), "system": self.system, "mode": self.mode, "effort": self.effort,
                 "random": base64.b64encode(self.sampler.generator.get_state().numpy().tobytes()).decode()}
-        return self.s.team.each(lambda: self.session.save(file, chat, self.mode == "thinking", self.s.args.with_windows))
+        thinking, with_windows = self.mode == "thinking", self.s.args.with_windows
+        return self.s.team.each(lambda: self.session.save(file, chat, thinking, with_windows))
 
     def load(self, file: str) -> None:
         session = Session(self.s.model, self.s.max_length)
@@ -666,7 +667,8 @@ class Chat:
         self.session, self.images = session, []
         self.turns = [(message, None if ids is None else tuple(ids)) for message, ids in unpack(chat["turns"], images)]
         self.system, self.mode, self.effort = chat["system"], chat["mode"], chat["effort"]
-        self.sampler.generator.set_state(torch.frombuffer(bytearray(base64.b64decode(chat["random"])), dtype=torch.uint8))
+        state = bytearray(base64.b64decode(chat["random"]))
+        self.sampler.generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
         self.s.screen.note(f"[{file}: {len(self.turns)} messages, {session.cache.lengths[0]:,} tokens]")
 
     def run(self) -> None:
@@ -752,63 +754,6 @@ class Chat:
             self.save(s.args.session)
 
 
-# ------------------------------------------------------------------------------------------------------------ benchmark
-
-class CountOperations(TorchDispatchMode):
-    """Counts the eager operations that run inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def run_benchmark(s: Setting) -> None:
-    """A line of the table for each prompt length: random prompts, greedy decoding, nothing else running in between. GFLOP
-    counts the matrix products of the prefill, which is run once more for it."""
-    args, model, rows = s.args, s.model, s.args.batch_size
-
-    def now() -> float:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return time.perf_counter()
-
-    def measure(length: int, decode: int) -> tuple[float, int, float, int, int, int]:
-        ids = torch.randint(model.config.vocab_size, (rows, length), generator=s.sampler().generator)  # [B, S]
-        cache, decoder = model.new_cache(rows, length + decode + 64), s.decoder(Sampler())
-        began = now()
-        logits = model.prefill(ids, cache, args.prefill).logits
-        chosen = [[token] for token in decoder.sampler.choose(logits[:, -1])]
-        read, made, room = now(), 0, [decode + 32] * rows
-        while made < decode * rows:
-            chosen = decoder.step(cache, [tokens[-1] for tokens in chosen], [True] * rows, room)
-            made += sum(map(len, chosen))
-        done = now()
-        with CountOperations() as operations:
-            decoder.step(cache, [tokens[-1] for tokens in chosen], [True] * rows, room)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if model.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(model.device)
-        with FlopCounterMode(display=False) as products:
-            model.prefill(ids, model.new_cache(rows, length), args.prefill)
-        flops = products.get_total_flops()
-        return rows * length / (read - began), flops, made / (done - read), operations.count, cache.nbytes(), peak
-
-    memory = "peak GPU MiB" if model.device.type == "cuda" else "peak RSS MiB"
-    s.screen.note(f"{args.ckpt_path}: {'exact' if args.exact else 'fast'}, {args.prefill} prefill, "
-                  f"{'speculative' if args.speculative else 'plain'} decoding,\nbatch {rows}, {model.device}, "
-                  f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    s.screen.write(f"{'prompt':>8}{'prefill/s':>12}{'GFLOP':>9}{'decode/s':>11}{'ops/step':>11}{'cache MiB':>12}{memory:>14}\n")
-    measure(min(16, *args.benchmark), 2)                     # warm up: first calls allocate and choose kernels
-    for length in args.benchmark:
-        prefill, flops, decode, operations, held, peak = measure(length, args.benchmark_decode)
-        s.screen.write(f"{length:>8}{prefill:>12.1f}{flops / 1e9:>9.2f}{decode:>11.1f}{operations:>11}{held / 2**20:>12.2f}"
-                       f"{peak / 2**20:>14.1f}\n")
-
-
 # --------------------------------------------------------------------------------------------------------- command line
 
 class Parser(argparse.ArgumentParser):
@@ -852,6 +797,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "decoder layers run over: all, the last window, or as many as give the result of full (default: full)")
     add("--batch-size", metavar="N", type=int, help="rows of --input-file (8) or --benchmark (1)")
     add("--benchmark-decode", metavar="N", type=int, default=64, help="tokens that --benchmark decodes (default 64)")
+    add("--random", metavar="CONFIG.json", help="--benchmark layers of this configuration with random weights, part by part")
+    add("--context", metavar="N,N,...", default="", help="with --random: decode at these contexts, the cache filled at random")
     args = parser.parse_args(arguments)
     if args.draft_confidence and not args.speculative:
         raise ValueError("--draft-confidence needs --speculative")
@@ -863,10 +810,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name, least in least_of.items():
         if (value := getattr(args, name)) is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    if args.benchmark is not None:
-        if not all(n.isdecimal() and int(n) for n in args.benchmark.split(",")):
-            raise ValueError(f"--benchmark {args.benchmark} is not a list of prompt lengths such as 512,4096")
-        args.benchmark = sorted(int(n) for n in args.benchmark.split(","))
+    for name in ("benchmark", "context"):
+        if text := getattr(args, name):
+            if not all(n.isdecimal() and int(n) for n in text.split(",")):
+                raise ValueError(f"--{name} {text} is not a list of lengths such as 512,4096")
+            setattr(args, name, sorted(int(n) for n in text.split(",")))
+    if (args.random or args.context) and not (args.random and args.benchmark):
+        raise ValueError("--random CONFIG.json and --context go with --benchmark and with each other")
     Sampler(args.temperature, args.top_p)                        # ValueErrors now, not after minutes of loading
     args.mode = "thinking" if args.thinking or args.reasoning_effort is not None else "chat"
     encode_messages([user_message("", [])], args.mode, args.reasoning_effort)
@@ -883,6 +833,10 @@ def random_seed(directory: str) -> int | None:
 
 def run(args: argparse.Namespace, team: Team) -> int:
     screen = Screen(visible=team.rank == 0)
+    if args.random:
+        random_benchmark(args.random, args.benchmark, args.context or [], args.batch_size or 1, args.exact, team.device, args.seed,
+                         screen.write)
+        return 0
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.note(f"warning: {message}")
         with contextlib.redirect_stderr(sys.stderr if team.rank == 0 else io.StringIO()):    # bars and remarks: one of each
@@ -895,7 +849,7 @@ def run(args: argparse.Namespace, team: Team) -> int:
             screen.note(f"note: these weights are random (seed {seed}), so the answers mean nothing")
         s = Setting(args, model, Tokenizer.from_file(str(path)), team, screen)
         if args.benchmark:
-            run_benchmark(s)
+            run_benchmark(s, s.decoder(Sampler()))
         elif args.input_file is not None:
             return run_file(s)
         elif args.prompt is not None:

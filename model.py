@@ -1374,7 +1374,7 @@ class Transformer(nn.Module):
             if types.shape != ids.shape or int((types == 1).sum()) != images.features.shape[0]:
                 raise ValueError(f"image tokens {list(types.shape)} with {images.features.shape[0]} feature rows do not fit "
                                  f"input_ids {list(ids.shape)}")
-            in_image = types >= 0
+            in_image, x = types >= 0, x.clone()                       # the embedding's own result stays as it was
             for kind, rows in ((0, self.image_start), (1, images.features), (2, self.image_newline), (3, self.image_end)):
                 x[types == kind] = rows.to(self.device)
         ngrams = None

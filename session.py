@@ -20,7 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from safetensors import SafetensorError
@@ -422,7 +422,7 @@ def time_table(model: Transformer, contexts: Sequence[int], decode: int) -> str:
     lines = [f"{'context':>10}{'ms/token':>12}{'unpacking index keys':>24}{'allocated MiB':>16}"]
     for context in contexts:
         cache, _ = random_history(model, context, decode + 1)
-        spent, rows, unpack = 0.0, 0, cache.key_rows.unpack
+        spent, unpack = 0.0, cache.key_rows.unpack
 
         def timed(packed: Tensor) -> Tensor:
             nonlocal spent
@@ -446,7 +446,7 @@ def time_table(model: Transformer, contexts: Sequence[int], decode: int) -> str:
 def prefill_memory(config: ModelConfig, chunk: int, context: int, arith: torch.dtype, working_set: int) -> int:
     """Upper bound in bytes of what a prefill in chunks of `chunk` tokens holds at a time besides weights and cache,
     when `context` tokens come before: the tensors of a chunk, and those of a block of queries, which take some
-    `working_set` bytes or, where that is more, what a single query needs. Only this last part grows with the context."""
+    `working_set` bytes or, where that is more, what a single query needs. Only this last grows with the context."""
     c, a = config, arith.itemsize
     streams, heads = c.hc_mult * c.hidden_size, c.num_attention_heads * c.head_dim
     width = 4 * streams + 3 * heads + 2 * c.num_experts_per_tok * c.hidden_size

@@ -292,17 +292,17 @@ def test_bounded_prefill_costs_at_most_056_of_full_in_counted_flops(tmp_path: Pa
     """As the command counts them; and how many tokens the last encoder layer and the first decoder layer see."""
     model = twelve_layers(tmp_path)
     assert model.config.decoder_start == 6 and len(model.layers) == 12
-    ids = torch.randint(11, 600, (1, 300), generator=torch.Generator().manual_seed(0))
-    for way, decoded in (("full", 300), ("bounded", 16), ("exact-replay", 6 * 15 + 1)):
+    ids = torch.randint(11, 600, (1, 200), generator=torch.Generator().manual_seed(0))
+    for way, decoded in (("full", 200), ("bounded", 16), ("exact-replay", 6 * 15 + 1)):
         def prefill() -> None:
-            model.prefill(ids, model.new_cache(), way, chunk_size=256)
+            model.prefill(ids, model.new_cache(), way, chunk_size=150)
 
-        assert [tokens_of(model, prefill, layer) for layer in (5, 6)] == [300, decoded]
-    arguments = ["--ckpt-path", str(tmp_path / "checkpoint"), "--prompt-tokens", "300", "--device", "cpu"]
+        assert [tokens_of(model, prefill, layer) for layer in (5, 6)] == [200, decoded]
+    arguments = ["--ckpt-path", str(tmp_path / "checkpoint"), "--prompt-tokens", "200", "--device", "cpu"]
     assert session.main(["prefill", *arguments]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert list(lines) == ["prefill", "full", "bounded", "exact-replay", "memory"]
-    assert float(lines["full"][1]) == 1 and float(lines["bounded"][1]) <= 0.56 < float(lines["exact-replay"][1]) < 0.75
+    assert float(lines["full"][1]) == 1 and float(lines["bounded"][1]) <= 0.56 < float(lines["exact-replay"][1]) < 0.85
     assert all(float(seconds) > 0 for _, _, seconds, _ in list(lines.values())[1:4])
 
 
@@ -314,7 +314,7 @@ def test_bounded_prefill_of_8192_tokens_takes_at_most_062_of_the_time(tmp_path: 
         q_lora_rank=128, o_lora_rank=64, o_groups=4, n_routed_experts=8, sliding_window=128, index_n_heads=4,
         index_head_dim=64, index_topk=32, candidate_topk_blocks=16)
     table = session.prefill_table(model, 8192, 0).splitlines()
-    share = {line.split()[0]: (float(line.split()[2]), float(line.split()[4])) for line in table[1:]}
+    share = {line.split()[0]: (float(line.split()[2]), float(line.split()[4])) for line in table[1:4]}
     assert share["bounded"][0] <= 0.56 and share["bounded"][1] <= 0.62
 
 

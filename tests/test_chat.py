@@ -1,4 +1,4 @@
-"""The chat: what a turn computes and what it reuses, the commands, pipes, and a scripted session in a pseudo-terminal."""
+"""The chat: what a turn computes and reuses, the commands, pipes, and a scripted session in a pseudo-terminal."""
 from __future__ import annotations
 
 import os
@@ -72,7 +72,8 @@ def test_a_prompt_that_leaves_the_last_one_at_its_end(tiny: Transformer, compute
     ask(session, history, tokens=1)  # the same once more: one token gives the logits
     assert computed[0] == 1
     computed.clear()
-    ask(session, TEXT[:39] + TEXT[60:70], tokens=1)  # back to the first prompt's end: its snapshot fell when 39 was rewritten
+    # back to the first prompt's end: its snapshot fell when position 39 was rewritten
+    ask(session, TEXT[:39] + TEXT[60:70], tokens=1)
     assert computed[0] == 49
     computed.clear()
     ask(session, OTHER[:10], tokens=1)
@@ -138,7 +139,8 @@ def test_a_prompt_stopped_while_it_is_read_leaves_no_trace(tiny: Transformer, co
     assert computed[0] == 1 + len(OTHER)
 
 
-def test_an_interrupt_in_the_worst_place_costs_the_cache_alone(tiny: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_worst_place_costs_the_cache_alone(tiny: Transformer,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(tiny)
     events = session.answer(Prompt(TEXT[:30]), temperature=0)
     first = next(events).tokens
@@ -204,8 +206,10 @@ def test_thinking_reuses_all_but_the_reasoning(cli: Cli) -> None:  # noqa: F811
 def test_bad_input_leaves_the_chat_going(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty.png").write_bytes(b"")
-    bad = {"/dance": "/dance is not a command", "/image": "/image needs", "/image nowhere.png": "no image file nowhere.png",
-           f"/image '{tmp_path}/text.png'": "text.png is not an image", f"/image {tmp_path}/empty.png": "empty.png is empty",
+    bad = {"/dance": "/dance is not a command", "/image": "/image needs",
+           "/image nowhere.png": "no image file nowhere.png",
+           f"/image '{tmp_path}/text.png'": "text.png is not an image",
+           f"/image {tmp_path}/empty.png": "empty.png is empty",
            "/image https://example.org/a.png": "network access is off", "/think 0": "1..100", "/think much": "1..100",
            "word " * 1000: "no room for an answer in a context of 512", "a <｜deepseek_image｜>": "as text",
            b"caf\xe9": "this line is not valid UTF-8"}

@@ -1,4 +1,4 @@
-"""generate.py without the chat: the loop and its stops against the recordings, prompts and files, text, benchmark, errors."""
+"""generate.py without the chat: the loop and its stops, prompts and files, text, benchmark, errors."""
 from __future__ import annotations
 
 import io
@@ -15,7 +15,8 @@ import torch
 from convert import load_model
 from dspark import PlainDecoder, Sampler
 from encoding import EOS, THINK_END
-from generate import CountOperations, Event, Prompt, Screen, TextStream, generate, main, show_answer, to_text
+from benchmark import CountOperations
+from generate import Event, Prompt, Screen, TextStream, generate, main, show_answer, to_text
 from golden_data import CHECKPOINT, IMAGE, golden, same_bits
 from model import Cache, Transformer
 from PIL import Image
@@ -62,9 +63,9 @@ def models(tiny: Transformer) -> Callable[[bool, bool], Transformer]:
 @pytest.fixture
 def cli(models: Callable[[bool, bool], Transformer], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Calls main() in this process with pipes for stdin, stdout and stderr, and with a model that is loaded already."""
-    def run(*arguments: Any, stdin: bytes = b"", terminal: bool = False) -> Result:
-        streams = {name: (Terminal if terminal and name != "stdin" else io.TextIOWrapper)(io.BytesIO(stdin if name == "stdin" else b""))
-                   for name in ("stdin", "stdout", "stderr")}
+    def run(*arguments: Any, stdin: bytes = b"") -> Result:
+        given = {"stdin": stdin, "stdout": b"", "stderr": b""}
+        streams = {name: io.TextIOWrapper(io.BytesIO(data)) for name, data in given.items()}
         with monkeypatch.context() as patch:
             patch.setattr(cli_module, "load_model", lambda path, exact, device, draft=False, **_: models(exact, draft))
             for name, stream in streams.items():
@@ -180,15 +181,15 @@ def test_the_context_is_a_limit_that_says_so(tiny: Transformer, cli: Cli) -> Non
 
 def test_exact_replay_equals_full(cli: Cli) -> None:
     text = "the cache of this model keeps a window and compressed rows for every token " * 3
-    full, replayed, bounded = (cli("--exact", "--prompt", text, "--max-new-tokens", 4, "--temperature", 0, "--prefill", way)
-                               for way in ("full", "exact-replay", "bounded"))
+    options = ["--exact", "--prompt", text, "--max-new-tokens", 4, "--temperature", 0, "--prefill"]
+    full, replayed, bounded = (cli(*options, way) for way in ("full", "exact-replay", "bounded"))
     assert full.code == bounded.code == 0 and full.out == replayed.out
     assert full.cached == bounded.cached and full.cached[0][0] > 5 * 15 + 1  # longer than what is replayed
 
 
 def test_a_seed_repeats_and_another_does_not(cli: Cli) -> None:
-    first, again, other, drafted = (cli("--prompt", "Hello", "--max-new-tokens", 6, *more)
-                                    for more in (["--seed", 3], ["--seed", 3], ["--seed", 4], ["--seed", 3, "--speculative"]))
+    first, again, other, drafted = (cli("--prompt", "Hello", "--max-new-tokens", 6, "--seed", *more)
+                                    for more in ([3], [3], [4], [3, "--speculative"]))
     assert first.out == again.out != other.out
     assert drafted.code == 0 and drafted.cached[0][2] == 6
 
@@ -223,8 +224,8 @@ def test_a_file_is_answered_in_batches_as_one_by_one(cli: Cli, tmp_path: Path) -
     assert messages[0]["content"] and messages[2]["reasoning_content"] and messages[0]["finish_reason"] == "length"
     once = cli("--exact", "--prompt", "Hello", "--max-new-tokens", 4, "--temperature", 0)
     assert once.out == messages[0]["content"] + "\n"
-    pictured = cli("--exact", "--prompt", "what is this?", "--image", IMAGE, "--system", "be kind", "--max-new-tokens", 4,
-                   "--temperature", 0)
+    pictured = cli("--exact", "--prompt", "what is this?", "--image", IMAGE, "--system", "be kind",
+                   "--max-new-tokens", 4, "--temperature", 0)
     assert pictured.out == messages[1]["content"] + "\n"
     assert cli(*options, "--speculative").out == together.out
 
@@ -259,10 +260,12 @@ def test_one_bad_conversation_does_not_stop_the_others(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("data, sentence", [
-    (b'[1]\n{"messages"\n', "standard input: line 2 is not JSON"), (b'[]\n[]\n"\xff"', "standard input is not valid UTF-8 (line 3)")])
+    (b'[1]\n{"messages"\n', "standard input: line 2 is not JSON"),
+    (b'[]\n[]\n"\xff"', "standard input is not valid UTF-8 (line 3)")])
 def test_files_that_are_none(data: bytes, sentence: str, cli: Cli) -> None:
     result = cli("--exact", "--input-file", "-", stdin=data)
-    assert result.code == 1 and result.err.startswith("error: ") and sentence in result.err and result.err.count("\n") == 1
+    assert result.code == 1 and result.err.startswith("error: ") and sentence in result.err
+    assert result.err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -299,8 +302,8 @@ def answer_on(stream: io.TextIOWrapper, tokenizer: Tokenizer, text: str, thinkin
 
 def test_reasoning_is_told_from_the_answer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"hm{THINK_END}yes{THINK_END}{EOS}"
-    assert answer_on(io.TextIOWrapper(io.BytesIO()), tokenizer, text, True, monkeypatch) == "<think>hm</think>yes</think>\n"
-    assert answer_on(io.TextIOWrapper(io.BytesIO()), tokenizer, text, False, monkeypatch) == "hm</think>yes</think>\n"
+    for thinking, shown in ((True, "<think>hm</think>yes</think>\n"), (False, "hm</think>yes</think>\n")):
+        assert answer_on(io.TextIOWrapper(io.BytesIO()), tokenizer, text, thinking, monkeypatch) == shown
     shown = answer_on(Terminal(io.BytesIO()), tokenizer, text, True, monkeypatch)
     assert shown.replace("\x1b[0m\x1b[2m", "") == "\x1b[2mhm\x1b[0m\n\nyes</think>\n"
 
@@ -310,7 +313,7 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer: Tokenizer, monk
         assert answer_on(stream, tokenizer, f"a\x1b]0;x\x07\x7fb\tc\n{EOS}", False, monkeypatch) == "a␛]0;x␇␡b\tc\n"
 
 
-# ------------------------------------------------------------------------------------------------------ the command line
+# ----------------------------------------------------------------------------------------------------- the command line
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["--temperature", "-1"], "temperature = -1.0"), (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"),
@@ -318,10 +321,12 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer: Tokenizer, monk
     (["--prompt", "a", "--input-file", "b"], "not allowed with"), (["--prefill", "half"], "--prefill"),
     (["--reasoning-effort", "101"], "1..100"), (["--reasoning-effort", "huge"], "1..100"), (["--bogus"], "--bogus"),
     (["--benchmark", "a,b"], "--benchmark a,b"), (["--benchmark", "0"], "--benchmark 0"),
-    (["--draft-confidence", "0.5", "--prompt", "x"], "--speculative"), (["--image", "x", "--benchmark", "4"], "--image"),
+    (["--draft-confidence", "0.5", "--prompt", "x"], "--speculative"),
+    (["--image", "x", "--benchmark", "4"], "--image"),
     (["--prompt", ""], "the prompt is empty"), (["--prompt", " \n\t"], "the prompt is empty"),
     (["--prompt", "caf\udce9"], "the prompt is not valid UTF-8"), (["--prompt", "x <｜deepseek_image｜>"], "as text"),
-    (["--prompt", "word " * 20_000], "no room for an answer in a context of 512"), (["--input-file", "nowhere"], "nowhere cannot be read"),
+    (["--prompt", "word " * 20_000], "no room for an answer in a context of 512"),
+    (["--input-file", "nowhere"], "nowhere cannot be read"),
     (["--prompt", "x", "--image", "nowhere.png"], "no image file nowhere.png"), (["--device", "abacus"], "abacus"),
     (["--prompt", "x", "--image", "http://example.org/a.png"], "network access is off")])
 def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, cli: Cli) -> None:
@@ -364,7 +369,8 @@ def test_random_weights_are_named(cli: Cli, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         result = cli("--exact", "--ckpt-path", tmp_path, "--prompt", "x", "--max-new-tokens", 1)
         notes = [line for line in result.err.splitlines() if "random" in line]
-        assert notes == ([] if seed is None else [f"note: these weights are random (seed {seed}), so the answers mean nothing"])
+        said = f"note: these weights are random (seed {seed}), so the answers mean nothing"
+        assert notes == ([] if seed is None else [said])
 
 
 def test_benchmark_prints_a_table(cli: Cli, tiny: Transformer) -> None:

@@ -31,7 +31,7 @@ from golden_data import CHECKPOINT, same_bits
 from model import Cache, Chunk, ModelConfig, Transformer, plan_layers
 from quant import Numerics
 from session import Cost, decode_cost, random_history
-from small_models import Small, feed, published
+from small_models import feed, published
 
 FAR: dict[str, Any] = dict(
     hidden_size=64, moe_intermediate_size=32, num_hidden_layers=6, num_attention_heads=4, head_dim=32,
