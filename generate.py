@@ -22,7 +22,6 @@ import datetime
 import io
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -34,7 +33,6 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from tqdm import tqdm
 
 from benchmark import random_benchmark, run_benchmark

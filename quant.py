@@ -278,9 +278,11 @@ WEIGHT_BLOCK = 1 << 24   # elements of a weight that are converted for a product
 
 def bind(root: nn.Module) -> None:
     """Put parameters and children where Python looks first. nn.Module finds them only after a failed look-up, a microsecond
-    each time and thousands of times a token. Assigning one undoes this for it, so nothing goes stale that way."""
+    each time and thousands of times a token. Assigning another undoes this for it; assigning None would not, and so the root,
+    whose optional parts are taken off like that, is left as it is."""
     for module in root.modules():
-        module.__dict__.update({**module._parameters, **module._modules})
+        if module is not root:
+            module.__dict__.update({**module._parameters, **module._modules})
 
 
 class Linear(nn.Module):
