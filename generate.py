@@ -371,9 +371,10 @@ class Team:
                 raise ValueError(f"rank {rank}: {failure}" if rank else failure)
         return result
 
-    def close(self) -> None:
+    def part(self) -> None:
+        """Wait until every rank is done."""
         if self.size > 1:
-            torch.distributed.destroy_process_group()
+            torch.distributed.barrier(group=self.control)
 
 
 @dataclass(frozen=True)
@@ -868,8 +869,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parse_arguments(arguments)
         team = Team(args.device)
         code = run(args, team)
-        team.close()
-        return code
+        team.part()
     except ValueError as error:
         if rank:                                                 # rank 0 says it too, and its end ends this rank
             time.sleep(5)
@@ -883,13 +883,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if alone and not isinstance(error, torch.OutOfMemoryError):
             raise
         text = str(error).strip().split("\n")[0]
+        text = "another rank has ended" if "Connection closed" in text or "Connection reset" in text else text
         print(f"error: {text}" if alone else f"error: rank {rank}: {text}", file=sys.stderr)
     except Exception:
         if alone:
             raise
         traceback.print_exc()
-    if not alone:        # The others may be waiting for this rank in the middle of anything. torchrun ends them; do not wait.
-        sys.stderr.flush()
+    if not alone:
+        # At once: after an error the others may be waiting for this rank in the middle of anything, and torchrun ends them
+        # when it is gone; and what libraries do when Python ends, several threads of several ranks, has crashed.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
     return code
 

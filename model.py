@@ -440,15 +440,15 @@ class SparseAttention(nn.Module):
             scores = batched_product(q[:, q0:q1].reshape(B, Q * H, d), near.transpose(1, 2), self.num)     # [B, Q H, K]
             scores = scores.view(B, Q, H, -1)
             if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)
+                scores.masked_fill_(hidden, -torch.inf)
             parts = [scores]
             if k:
                 far, empty = self.gather(cache, chunk, source, selection, q0, q1)                          # [B, Q, k, d]
                 scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.view(B, Q, H, k)
-                parts.append(scores if empty is None else scores.masked_fill(empty.unsqueeze(2), -torch.inf))
+                parts.append(scores if empty is None else scores.masked_fill_(empty.unsqueeze(2), -torch.inf))
             parts.append(sink.expand(B, Q, H, 1))
-            p = (torch.cat(parts, -1) * self.scale).softmax(-1)
+            p = torch.cat(parts, -1).mul_(self.scale).softmax(-1)
             o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), cast(near, p.dtype)).view(B, Q, H, d)
             if k:
                 o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), cast(far, p.dtype).view(B * Q, k, d)).view(o.shape)
@@ -569,7 +569,7 @@ class Indexer(nn.Module):
                 rows.append(torch.where(chosen < 0, -1, place.gather(-1, chosen.clamp_min(0))))
                 continue
             scores = self.score_all(q[:, q0:q1], w[:, q0:q1], cache, n)                              # [B, Q, n]
-            scores = scores.masked_fill(torch.arange(n, device=x.device) >= visible, -torch.inf)
+            scores.masked_fill_(torch.arange(n, device=x.device) >= visible, -torch.inf)
             if confined:
                 outside = torch.ones(*block.shape[:2], n_blocks + 1, dtype=torch.bool, device=x.device)
                 outside.scatter_(-1, torch.where(block < 0, n_blocks, block), False)

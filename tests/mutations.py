@@ -297,7 +297,7 @@ MUTATIONS = [
     m("digest not compared", "session.py", SES+"a_file_with_one_wrong_byte_is_refused",
       '!= envelope["sha256"]', '== ""'),
     m("weights not compared", "session.py", SES+"sessions_of_other_models_are_refused",
-      '"weights": weights_digest(model.checkpoint)', '"weights": ""'),
+      "weights = weights_digest(model.checkpoint)", 'weights = ""'),
     m("configuration not compared", "session.py", SES+"sessions_of_other_models_are_refused",
       '"configuration": config,', '"configuration": "",'),
     m("written in place", "session.py", SES+"saving_is_atomic",
