@@ -105,6 +105,8 @@ class ModelConfig:
                 if key.startswith(where) and "." not in key[len(where):] and given.get(key[len(where):], wanted) != wanted:
                     raise ValueError(f"{source}: {key} = {given[key[len(where):]]!r}; this model computes {wanted!r} only")
         vision = published.get("vision_config")
+        if vision is not None and not isinstance(vision, dict):
+            raise ValueError(f"{source}: vision_config = {vision!r} is not a section of keys and values")
         known = {f.name for f in fields(cls)}
         unknown = set(flat) - known - {k.split(".")[-1] for k in _ONLY} - _IGNORED
         unknown |= set(published) - _TOP_LEVEL - known
@@ -117,7 +119,7 @@ class ModelConfig:
             if f.name == "vision_config":
                 values[f.name] = None if vision is None else _section(VisionConfig, vision, f"{source}: vision_config.")
             elif f.name == "rope_scaling":
-                values[f.name] = _section(RopeScaling, flat.get(f.name) or {}, f"{source}: rope_scaling.")
+                values[f.name] = _section(RopeScaling, flat.get(f.name, {}), f"{source}: rope_scaling.")
             elif f.name not in flat:
                 raise ValueError(f"{source}: the key {f.name} is missing")
             else:
@@ -157,6 +159,9 @@ def _typed(kind: str, value: Any, name: str) -> Any:
 
 
 def _section(kind: type, values: dict[str, Any], name: str) -> Any:
+    """A nested section as its dataclass; the error names the key that is missing or of the wrong type."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{name.rstrip('.')} = {values!r} is not a section of keys and values")
     out = {}
     for f in fields(kind):
         if f.name not in values and f.default is MISSING:
@@ -170,7 +175,7 @@ def _section(kind: type, values: dict[str, Any], name: str) -> Any:
 class LayerPlan:
     """What one layer is. Everything structural is decided here, once."""
     layer: int
-    mode: str                  # "window": sliding window only; "full", "reindex", "reuse": Compressed Sparse Attention 2
+    mode: str                 # "window": sliding window only; "full", "reindex", "reuse": Compressed Sparse Attention 2
     ratio: int                 # m: tokens per compressed row, 0 for window only
     kv_source: int | None      # the layer whose main KV rows this layer attends to
     index_source: int | None   # the layer whose selection of rows it uses
@@ -262,7 +267,20 @@ def _check_sizes(c: ModelConfig) -> None:
     if len(c.engram_layer_ids) != len(c.engram_num_embeddings):
         raise ValueError(f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for "
                          f"{len(c.engram_layer_ids)} engram_layer_ids")
+    for key in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
+        if not getattr(c, key) > 0:
+            raise ValueError(f"{key} = {getattr(c, key)} must be greater than 0")
+    for key in ("rms_norm_eps", "hc_eps"):
+        if not getattr(c, key) >= 0:
+            raise ValueError(f"{key} = {getattr(c, key)} must not be negative")
+    if c.engram_layer_ids:
+        for key, least in (("engram_max_ngram_size", 2), ("engram_n_heads", 1), ("engram_compressed_vocab_size", 1), ("engram_vocab_size", 1)):
+            if getattr(c, key) < least:
+                raise ValueError(f"{key} = {getattr(c, key)} must be at least {least}")
     if c.num_nextn_predict_layers:
+        for key in ("dspark_n_routed_experts", "dspark_num_experts_per_tok", "dspark_markov_rank"):
+            if getattr(c, key) < 1:
+                raise ValueError(f"{key} = {getattr(c, key)} must be at least 1")
         if c.dspark_block_size < 1 or not c.dspark_target_layer_ids:
             raise ValueError("num_nextn_predict_layers > 0 needs dspark_block_size > 0 and dspark_target_layer_ids")
         if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:

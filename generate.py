@@ -838,7 +838,7 @@ def run(args: argparse.Namespace, team: Team) -> int:
         return 0
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.note(f"warning: {message}")
-        with contextlib.redirect_stderr(sys.stderr if team.rank == 0 else io.StringIO()):    # bars and remarks: one of each
+        with contextlib.redirect_stderr(sys.stderr if team.rank == 0 else io.StringIO()):  # bars and remarks: one of each
             model = team.each(lambda: load_model(args.ckpt_path, args.exact, team.device, group=team.group,
                                                  draft=args.speculative, offload=args.offload))
         path = Path(args.ckpt_path) / "tokenizer.json"
@@ -891,7 +891,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
     if not alone:
         # At once: after an error the others may be waiting for this rank in the middle of anything, and torchrun ends them
-        # when it is gone; and what libraries do when Python ends, several threads of several ranks, has crashed.
+        # when it is gone; and taking down the groups while other ranks still use theirs has crashed in the library.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

@@ -39,7 +39,7 @@ from config import LayerPlan, ModelConfig, RopeScaling, plan_layers
 from engram import Engram, EngramIndex
 from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product, bind, cast,
                    dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
-from vision import Aligner, VisionTower
+from vision import IMAGE, IMAGE_END, IMAGE_NEWLINE, IMAGE_START, TEXT, Aligner, VisionTower
 
 
 # ---------------------------------------------------------------------------------------------------- rotary positions
@@ -71,7 +71,7 @@ def rotate(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:
     dims before stay. `inverse` turns back (the conjugate)."""
     width = 2 * turn.shape[-1]
     real = torch.float64 if turn.dtype == torch.complex128 else torch.float32
-    pairs = torch.view_as_complex(cast(x[..., -width:], real).unflatten(-1, (-1, 2)))                # [..., heads, pairs]
+    pairs = torch.view_as_complex(cast(x[..., -width:], real).unflatten(-1, (-1, 2)))              # [..., heads, pairs]
     turned = torch.view_as_real(pairs * (turn.conj() if inverse else turn)).flatten(-2)
     return torch.cat([x[..., :-width], to_bf16(turned)], -1)
 
@@ -108,7 +108,7 @@ class Chunk:
         twin.updates = self.updates
         return twin
 
-    def _rows(self, depth: int) -> Tensor:                                                     # offset of each row, [B, 1]
+    def _rows(self, depth: int) -> Tensor:                                                  # offset of each row, [B, 1]
         return torch.arange(len(self.starts), device=self.start.device).unsqueeze(-1) * (depth + self.width)
 
     def join(self, ring: Tensor, new: Tensor, key: tuple | None = None) -> Tensor:
@@ -144,7 +144,7 @@ class Chunk:
             wanted = self.start + torch.arange(q0 - self.window + 1, q1, device=self.start.device)         # [B, K]
             hidden = None
             if q1 - q0 > 1 or any(s + q0 - self.window + 1 < f for s, f in zip(self.starts, self.first_seen)):
-                ahead = self.positions[:, q0:q1, None] - wanted[:, None]                                      # [B, Q, K]
+                ahead = self.positions[:, q0:q1, None] - wanted[:, None]                                     # [B, Q, K]
                 hidden = ((ahead < 0) | (ahead >= self.window) | (wanted < self.first)[:, None]).unsqueeze(2)
             self._index[key] = self.locate(wanted, depth, self.first), hidden
         return self._index[key]
@@ -166,6 +166,7 @@ class Snapshot(NamedTuple):
     rings: dict[tuple, Tensor]
     highest: list[int]
     cuts: int
+    owner: object          # the cache it belongs to
 
 
 class Cache:
@@ -187,6 +188,8 @@ class Cache:
                  rollback: int | None = None) -> None:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"a cache needs batch_size and max_length of at least 1, not {batch_size} and {max_length}")
+        if rollback is not None and rollback < 0:
+            raise ValueError(f"rollback = {rollback} is negative")
         c, on = config, num.fake_quant
         self.config, self.num, self.device = config, num, device
         self.batch_size, self.max_length = batch_size, max_length
@@ -197,6 +200,7 @@ class Cache:
         self._highest = [0] * batch_size            # the longest that each row's rings have been written to
         self._cuts: list[list[int]] = []            # shortest lengths between snapshots: do those still hold?
         self._cut_since = False                     # whether the last of them is newer than the last snapshot
+        self._owner = object()                      # marks the snapshots of this cache
         operand = num.operand(device)
         self.window_rows = RowCodec(c.head_dim, E4M3_E8M0 if on.window_kv else None, operand, device)
         self.main_rows = RowCodec(c.head_dim, E2M1_E4M3 if on.main_kv else None, operand, device)
@@ -293,10 +297,13 @@ class Cache:
         """The local state now, so that `restore` can come back to it from any later length."""
         self._cut_since = False
         return Snapshot(list(self.lengths), {k: list(v) for k, v in self.window_start.items()}, dict(self.rings),
-                        list(self._highest), len(self._cuts))
+                        list(self._highest), len(self._cuts), self._owner)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this cache. ValueError when rows it counts on were taken back since."""
+        """Go back to a snapshot of this cache. ValueError when it is another cache's, or rows it counts on were taken back
+        since."""
+        if snapshot.owner is not self._owner:
+            raise ValueError("this snapshot belongs to another cache")
         if len(snapshot.lengths) != self.batch_size:
             raise ValueError(f"this snapshot has {len(snapshot.lengths)} rows, the cache {self.batch_size}")
         for cut in self._cuts[snapshot.cuts:]:
@@ -320,6 +327,7 @@ class Cache:
             twin.restore(to)
         elif to is not None:
             twin.truncate(to)
+        twin._owner = object()
         taken = list(range(self.batch_size)) if rows is None else list(rows)
         if not taken or not all(0 <= row < self.batch_size for row in taken):
             raise ValueError(f"fork got rows {taken} of a cache of {self.batch_size}")
@@ -330,7 +338,8 @@ class Cache:
             twin._cuts = [[cut[row] for row in taken] for cut in twin._cuts]
             twin.rings = {key: ring.index_select(0, index.to(ring.device)) for key, ring in twin.rings.items()}
         for store in ("main", "keys"):
-            setattr(twin, store, {i: t[taken, : twin._rows_used(i)].clone() for i, t in getattr(self, store).items()})
+            held = {i: t[:, : twin._rows_used(i)] for i, t in getattr(self, store).items()}
+            setattr(twin, store, {i: t.clone() if rows is None else t[taken] for i, t in held.items()})
         return twin
 
     def save(self, file: str | Path, model: Transformer, tokens: list[int], **more: Any) -> None:
@@ -431,7 +440,7 @@ class SparseAttention(nn.Module):
         B, S, H, d = q.shape
         q = cast(q, self.num.operand(q.device))
         k = 0 if selection is None else selection.shape[-1]
-        sink = cast(sink, self.num.arith).view(1, 1, H, 1) / self.scale     # one column more: it enters the sum unscaled
+        sink = cast(sink, self.num.arith).view(1, 1, H, 1) / self.scale    # one column more: it enters the sum unscaled
         out = []
         for q0, q1 in chunk.blocks((H * (chunk.window + chunk.block + k) * 3 + k * d * 2) * self.num.arith.itemsize):
             Q = q1 - q0
@@ -443,7 +452,7 @@ class SparseAttention(nn.Module):
                 scores.masked_fill_(hidden, -torch.inf)
             parts = [scores]
             if k:
-                far, empty = self.gather(cache, chunk, source, selection, q0, q1)                          # [B, Q, k, d]
+                far, empty = self.gather(cache, chunk, source, selection, q0, q1)                         # [B, Q, k, d]
                 scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.view(B, Q, H, k)
                 parts.append(scores if empty is None else scores.masked_fill_(empty.unsqueeze(2), -torch.inf))
@@ -558,7 +567,7 @@ class Indexer(nn.Module):
         per_query = width * (2 * self.heads + c.index_head_dim) if gathered else 2 * self.heads * min(n, KEY_BLOCK[x.is_cuda]) + n
         rows, pools = [], []
         for q0, q1 in chunk.blocks(per_query * arith.itemsize):
-            visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).unsqueeze(-1)                  # [B, Q, 1]
+            visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).clamp_max(n).unsqueeze(-1)  # [B, Q, 1]; padding sees n
             block = pool[:, q0:q1] if confined else None                                             # [B, Q, blocks]
             if gathered:
                 inside = torch.arange(c.candidate_block_size, device=x.device)
@@ -579,7 +588,7 @@ class Indexer(nn.Module):
             if plan.makes_pool:
                 blocks = F.pad(scores, (0, -n % c.candidate_block_size), value=-torch.inf)
                 blocks = blocks.unflatten(-1, (-1, c.candidate_block_size)).amax(-1)                 # [B, Q, n_blocks]
-                newest = (visible - 1).div(c.candidate_block_size, rounding_mode="floor")            # -1 when nothing is visible
+                newest = (visible - 1).div(c.candidate_block_size, rounding_mode="floor")   # -1 when nothing is visible
                 pinned = torch.arange(n_blocks, device=x.device) == newest
                 pools.append(select_top(blocks.masked_fill(pinned, torch.inf), c.candidate_topk_blocks))
         return Selection(torch.cat(rows, 1), torch.cat(pools, 1) if pools else pool)
@@ -637,13 +646,13 @@ class Attention(nn.Module):
         plan, table = self.plan, tables.of(self.plan, chunk.positions)
         quantised = self.wq_a.quantise_input(x)
         qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
-        q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                                   # [B, S, H, d]; no norm per head
+        q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                      # [B, S, H, d]; no norm per head
         kv = self.kv_norm(self.wkv(quantised, True)).unsqueeze(2)                                    # [B, S, 1, d]
         q, kv = rotate(torch.cat([q, kv], 2), table).split([self.heads, 1], 2)
         ring = cache.rings["window", plan.layer]
         window = chunk.join(ring, cache.window_rows.pack(kv.squeeze(2)), ("window", plan.layer))
         if plan.mode == "full":
-            self.publish(x, tables, chunk, cache)                                                    # the same step reads it
+            self.publish(x, tables, chunk, cache)                                               # the same step reads it
         if plan.mode in ("full", "reindex"):
             given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)
         o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source, given.rows if plan.ratio else None)
@@ -717,7 +726,7 @@ class ExpertWeight(nn.Module):
         weight = torch.empty(experts, out_features, in_features // 2, dtype=torch.int8)
         scale = torch.empty(experts, out_features, in_features // 32, dtype=torch.float8_e8m0fnu)
         self.weight, self.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
-        self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None   # reads packed experts from a file (--offload)
+        self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # reads packed experts from a file (--offload)
         self.pairs: Tensor | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeight:
@@ -752,7 +761,7 @@ class Experts(nn.Module):
             mine = (local >= 0) & (local < self.local)
             weights, local = torch.where(mine, weights, 0), torch.where(mine, local, self.local)
         local, weights = local.flatten(), weights.reshape(-1, 1, 1)
-        if T * k <= max(16, self.local) and self.fits(T * k, 1, x):   # few: one expert for each route, no synchronisation
+        if T * k <= max(16, self.local) and self.fits(T * k, 1, x):  # few: one expert for each route, no synchronisation
             x = x.unsqueeze(1).expand(-1, k, -1).reshape(T * k, 1, -1)
             y = self.run(x, weights, local.clamp_max(self.local - 1) if self.ranks.size > 1 else local)
             return cast(y.view(T, k, -1), self.num.arith).sum(1)
@@ -764,13 +773,13 @@ class Experts(nn.Module):
         counts = local.bincount(minlength=self.local).tolist()[: self.local]
         busy, starts = sorted((e for e in range(self.local) if counts[e]), key=lambda e: -counts[e]), np.cumsum([0, *counts])
         while busy:
-            most, size = counts[busy[0]], 1        # experts with fewer routes share a product as long as little of it is empty
+            most, size = counts[busy[0]], 1  # experts with fewer routes share a product as long as little of it is empty
             while size < len(busy) and 3 * counts[busy[size]] >= 2 * most and self.fits(size + 1, most, x):
                 size += 1
             group, busy = busy[:size], busy[size:]
             first, count = torch.tensor([[starts[e] for e in group], [counts[e] for e in group]], device=x.device).unsqueeze(-1)
             place = torch.arange(most, device=x.device)
-            routes = order[torch.where(place < count, first + place, T * k)]                         # [group, most routes]
+            routes = order[torch.where(place < count, first + place, T * k)]                      # [group, most routes]
             out = self.run(x[routes // k], weights[routes.flatten()].view(*routes.shape, 1), torch.tensor(group, device=x.device))
             y[routes] = out
         return y[: T * k].view(T, k, -1).to(self.num.arith).sum(1)
@@ -798,7 +807,7 @@ class SharedExperts(nn.Module):
         D, I, self.num, self.limit = config.hidden_size, config.moe_intermediate_size, num, config.swiglu_limit
         self.w1, self.w2, self.w3 = (Linear(i, o, "fp8", num) for i, o in ((D, I), (I, D), (D, I)))
 
-    def forward(self, x: Tensor) -> Tensor:                                                          # quantised [T, D] -> bf16
+    def forward(self, x: Tensor) -> Tensor:                                                   # quantised [T, D] -> bf16
         arith = self.num.arith
         return self.w2(swiglu(cast(self.w1(x, True), arith), cast(self.w3(x, True), arith), self.limit))
 
@@ -811,7 +820,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, experts, num, ranks)
         self.shared_experts = SharedExperts(config, num)
 
-    def forward(self, x: Tensor, in_image: Tensor | None) -> Tensor:                                 # bf16 [B, S, D] -> bf16
+    def forward(self, x: Tensor, in_image: Tensor | None) -> Tensor:                            # bf16 [B, S, D] -> bf16
         flat = x.flatten(0, 1)
         weights, experts = self.gate(flat, None if in_image is None else in_image.flatten())
         quantised = self.shared_experts.w1.quantise_input(flat)      # routed and shared experts read the same codes
@@ -833,7 +842,7 @@ class Sinkhorn(nn.Module):
             step = np.pad(sums, (0, 1))
             step[-1] = self.eps
             step[-1, -1] = 1
-            self.register_buffer(name, torch.from_numpy(step).to(num.arith), persistent=False)             # [N N + 1, N N + 1]
+            self.register_buffer(name, torch.from_numpy(step).to(num.arith), persistent=False)      # [N N + 1, N N + 1]
         part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
 
@@ -932,13 +941,13 @@ class ImageTokens(NamedTuple):
     features: Tensor   # bf16 [n, D]: the rows of all type-1 tokens, in order of (row, position)
 
     def columns(self, c0: int, c1: int) -> ImageTokens:
-        order = (self.types == 1).flatten().cumsum(0).view(self.types.shape) - 1
-        return ImageTokens(self.types[:, c0:c1], self.features[order[:, c0:c1][self.types[:, c0:c1] == 1]])
+        order = (self.types == IMAGE).flatten().cumsum(0).view(self.types.shape) - 1
+        return ImageTokens(self.types[:, c0:c1], self.features[order[:, c0:c1][self.types[:, c0:c1] == IMAGE]])
 
 
 class Tokens(NamedTuple):
     """What the layers need of the new tokens besides their streams."""
-    ngrams: Tensor | None     # int64 [B, S, max_ngram] compressed ids looking back, newest first; -1 unknown or in an image
+    ngrams: Tensor | None  # int64 [B, S, max_ngram] compressed ids looking back, newest first; -1 unknown or in an image
     in_image: Tensor | None   # bool [B, S]
 
 
@@ -1050,14 +1059,17 @@ class Transformer(nn.Module):
             for row, start in enumerate(starts):
                 for back in range(1, min(known, start, ring.shape[1]) + 1):
                     ring[row, (start - back) % ring.shape[1]] = before[row, known - back]
-        cache.window_start = {part: list(cache.lengths) for part in cache.PARTS}     # none: the windows begin with this chunk
+        cache.window_start = {part: list(cache.lengths) for part in cache.PARTS}  # none: the windows begin with this chunk
         try:
             chunk = cache.chunk(counts, ids.shape[1], "encoder", starts=starts, appends=False)
             out = self._through(ids, chunk, cache, images, "last")
         except BaseException:
             cache.restore(kept)
             raise
-        cache.window_start = {part: list(starts) for part in cache.PARTS}
+        for part, before_it in kept.window_start.items():
+            begin = cache.window_start[part]  # a part that did not run, and rows without tokens, stay without or as they were
+            cache.window_start[part] = [w if n == 0 else b if self.mtp is None and part == "draft" else s
+                                        for w, b, s, n in zip(before_it, begin, starts, counts)]
         return out
 
     def _through(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None, logits: str) -> Output:
@@ -1068,11 +1080,15 @@ class Transformer(nn.Module):
         state = self._run(range(start), state, tokens, tables, chunk, cache, means)
         upper = self._part(chunk, cache, "decoder")
         state = self._run(range(start, len(self.layers)), state, tokens, tables, upper, cache, means)
+        return self._finish(state, means, tables, chunk, cache, logits)
+
+    def _finish(self, state: State, means: list[Tensor], tables: Tables, chunk: Chunk, cache: Cache, logits: str) -> Output:
+        """The draft head reads along; logits; the cache takes the chunk over."""
         hidden = torch.cat(means, -1) if means else None
         if self.mtp is not None:
             self.mtp.observe(hidden, tables, self._part(chunk, cache, "draft"), cache)
         out = self._logits(state, chunk, logits)
-        cache.commit(chunk)
+        cache.commit(chunk, cache.PARTS if self.mtp is not None else ("encoder", "decoder"))
         return Output(out, hidden)
 
     def _checked(self, input_ids: Tensor, cache: Cache, lengths: list[int] | None) -> tuple[Tensor, list[int]]:
@@ -1080,7 +1096,7 @@ class Transformer(nn.Module):
             raise ValueError(f"input_ids must be integers [B, S] with S >= 1, not {input_ids.dtype} {list(input_ids.shape)}")
         if input_ids.shape[0] != cache.batch_size:
             raise ValueError(f"input_ids has {input_ids.shape[0]} rows, but the cache was made for {cache.batch_size}")
-        if cache.num != self.num or cache.config != self.config or cache.device != self.device:
+        if cache.num != self.num or cache.config is not self.config and cache.config != self.config or cache.device != self.device:
             raise ValueError("this cache was made for a model of another configuration, numerics or device")
         width = input_ids.shape[1]
         counts = [width] * input_ids.shape[0] if lengths is None else [int(n) for n in lengths]
@@ -1092,7 +1108,7 @@ class Transformer(nn.Module):
         low, high = (int(v) for v in input_ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
-        return input_ids.to(self.device, torch.int64), counts
+        return input_ids.to(torch.int64), counts                      # where the caller has them: on the host, mostly
 
     def _tables(self) -> Tables:
         return Tables(self.plain_freqs, self.yarn_freqs, self.num.arith)
@@ -1106,17 +1122,18 @@ class Transformer(nn.Module):
         return other
 
     def _begin(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None) -> tuple[State, Tokens]:
-        x = self.embed(ids)                                                                          # [B, S, D]
+        x = self.embed(ids.to(self.device))                                                          # [B, S, D]
         in_image = None
-        if images is not None and bool((images.types >= 0).any()):
+        if images is not None and (images.types.shape != ids.shape or int((images.types == IMAGE).sum()) != len(images.features)):
+            raise ValueError(f"image tokens {list(images.types.shape)} with {len(images.features)} feature rows do not fit "
+                             f"input_ids {list(ids.shape)}")
+        if images is not None and bool((images.types > TEXT).any()):
             types = images.types.to(self.device)
             if self.config.vision_config is None:
                 raise ValueError("this model has no vision tower: its config.json has no vision_config")
-            if types.shape != ids.shape or int((types == 1).sum()) != images.features.shape[0]:
-                raise ValueError(f"image tokens {list(types.shape)} with {images.features.shape[0]} feature rows do not fit "
-                                 f"input_ids {list(ids.shape)}")
-            in_image, x = types >= 0, x.clone()                       # the embedding's own result stays as it was
-            for kind, rows in ((0, self.image_start), (1, images.features), (2, self.image_newline), (3, self.image_end)):
+            in_image, x = types > TEXT, x.clone()                     # the embedding's own result stays as it was
+            for kind, rows in ((IMAGE_START, self.image_start), (IMAGE, images.features), (IMAGE_NEWLINE, self.image_newline),
+                               (IMAGE_END, self.image_end)):
                 x[types == kind] = rows.to(self.device)
         ngrams = None
         if self.config.engram_layer_ids:     # integers only, and the tables are there too: on the host
@@ -1148,6 +1165,8 @@ class Transformer(nn.Module):
         return engram(x, self.engram_index.rows(tokens.ngrams, self.plans[layer].engram), tokens.in_image)
 
     def _logits(self, state: State, chunk: Chunk, which: str) -> Tensor | None:
+        if which not in ("all", "last", "none"):
+            raise ValueError(f"logits = {which!r} is not one of all, last, none")
         if which == "none":
             return None
         x, pre_mix = state.x, state.pre_mix
@@ -1166,7 +1185,8 @@ class Transformer(nn.Module):
 
         way "full": all layers for every token, the oracle. "bounded": the paper's sliding-window bounded replay; decoder
         layers run over the last W tokens only, and read window rows of those alone. "exact-replay": over the last
-        (decoder layers) (W - 1) + 1 tokens, after which the last logits and all windows are exactly those of "full". The
+        (decoder layers) (W - 1) + 1 tokens, after which the last logits and all windows are exactly those of "full" (taking
+        more than one token of the prompt back afterwards, without a snapshot, reaches rows that are approximate). The
         global KV is the same in all three. `progress` is called with the tokens done. Interrupted, "full" leaves the chunks
         that are done, the other two leave the cache as it was. ValueError for other ways, and for configurations whose
         decoder does not start at a Full layer of ratio 1.
@@ -1232,12 +1252,7 @@ class Transformer(nn.Module):
         x, pre_mix, in_image, ngrams = (t.flatten(0, 1)[(chunk.positions % keep + row).to(t.device)] for t in tail)
         tokens = Tokens(ngrams, None if self.config.vision_config is None else in_image)
         state = self._run(range(start, len(self.layers)), State(x, pre_mix, None), tokens, tables, chunk, cache, means)
-        hidden = torch.cat(means, -1) if means else None
-        if self.mtp is not None:
-            self.mtp.observe(hidden, tables, self._part(chunk, cache, "draft"), cache)
-        out = self._logits(state, chunk, "last")
-        cache.commit(chunk)
-        return Output(out, hidden)
+        return self._finish(state, means, tables, chunk, cache, "last")
 
     def encode_image(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
         """Vision tower and aligner: patches bf16 [n, 3, p, p] of a grid (rows, columns) -> features bf16 [tokens, D]."""

@@ -12,7 +12,8 @@ one of two arithmetic dtypes, which every module carries explicitly as ``Numeric
     exact   float64: 29 spare bits, so no result depends on the order of a sum, the chunking, the batch or the device
     fast    float32, with matrix products of bfloat16 operands accumulated in float32
 
-The rounding points themselves are the calls ``to_bf16``, ``quantise`` and ``fake_quantise``; nothing else rounds.
+The rounding points themselves are the calls ``to_bf16``, ``quantise`` and ``fake_quantise``, and the float32 results of
+``Linear(out_dtype=torch.float32)``; nothing else rounds.
 The quantisers are literal float32 in both.
 """
 from __future__ import annotations
@@ -128,14 +129,15 @@ _RECIPROCAL = {448.0: float.fromhex("0x1.24924ap-9"), 6.0: float.fromhex("0x1.55
 
 def ceil_pow2(x: Tensor) -> Tensor:
     """Least power of two >= x, for positive normal float32 x, read off the bits: a mantissa carries into the exponent."""
-    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    # NaN is taken down to inf first, or the sum would wrap around and a broken value pass as zero
+    return ((x.view(torch.int32).clamp_max(0x7F800000) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def encode_e2m1(v: Tensor) -> Tensor:
     """Nearest E2M1 codes of float32 values in [-6, 6], ties to the even code, sign of zero kept. uint8, one code each."""
     # A midpoint above an odd code rounds up, so its boundary lies just below it (bucketize counts boundaries < v).
     below = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
-    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], device=v.device)
+    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], dtype=torch.float32, device=v.device)
     return torch.bucketize(v.abs(), edges, out_int32=True).to(torch.uint8) | (v.signbit().to(torch.uint8) << 3)
 
 
@@ -175,7 +177,7 @@ def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)                           # [..., n/block, 1]
     if fmt.scale == "e8m0":
         return blocks, ceil_pow2(amax.mul_(_RECIPROCAL[fmt.largest]))
-    return blocks, decode_e4m3((amax / 6).clamp_max(448).to(torch.float8_e4m3fn))      # a division; not a power of two
+    return blocks, (amax / 6).clamp_max(448).to(torch.float8_e4m3fn).float()           # a division; not a power of two
 
 
 def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -203,7 +205,8 @@ def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dty
 
     `pairs` is `e2m1_pairs(dtype, device)`, for callers that keep it; it is made when absent.
     """
-    s = cast(decode_e8m0(scales) if fmt.scale == "e8m0" else decode_e4m3(scales), dtype).unsqueeze(-1)
+    s = decode_e8m0(scales) if fmt.scale == "e8m0" else scales.view(torch.float8_e4m3fn).float()   # a NaN stays one
+    s = cast(s, dtype).unsqueeze(-1)
     if fmt.element == "e4m3":
         values = cast(decode_e4m3(codes), dtype)
     else:
@@ -273,7 +276,7 @@ def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     return dequantise(weight.view(torch.uint8), scale, E2M1_E8M0, dtype)
 
 
-WEIGHT_BLOCK = 1 << 24   # elements of a weight that are converted for a product at a time: the head alone has 662 million
+WEIGHT_BLOCK = 1 << 24  # elements of a weight that are converted for a product at a time: the head alone has 662 million
 
 
 def bind(root: nn.Module) -> None:
@@ -320,10 +323,17 @@ class Linear(nn.Module):
             self.dense = self.weight.detach() if self.weight.dtype == dtype else self.dense_weight(dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        ready = self.dense is not None
         super()._apply(fn, recurse)
-        if self.dense is not None:
+        self.dense = None
+        if ready and self.weight.dtype in (torch.bfloat16, torch.float8_e4m3fn):
             self.prepare()                                   # moved to a device of another operand dtype, perhaps
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "scale"):
+            self.__dict__["dense"] = None                    # of the weight that was
 
     def dense_weight(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The weight, or some rows of it from a multiple of 32 on, dense: in the dtype of `prepare` or else in this one."""

@@ -152,7 +152,7 @@ def load(model: Transformer, file: str | Path, max_length: int | None = None, ro
         rings[key] = ring
     # Tokens can be taken back as far as before; with another rollback the count starts elsewhere.
     highest = max(n, facts["highest"] - facts["rollback"] + cache.rollback)
-    cache.restore(Snapshot([n], {part: [start] for part, start in windows.items()}, rings, [highest], 0))
+    cache.restore(Snapshot([n], {part: [start] for part, start in windows.items()}, rings, [highest], 0, cache._owner))
     if facts["windows"] is None:
         _replay(model, cache, tokens, types, tensors["image_rows"], config.sliding_window if replay is None else replay)
         for name, store in (("main", cache.main), ("index_key", cache.keys)):
@@ -339,8 +339,8 @@ def decode_cost(config: ModelConfig, context: int) -> list[Cost]:
             add("indexer projections", "bf16", D, c.index_n_heads)
             pool = c.candidate_topk_blocks * c.candidate_block_size
             scored = min(held, pool) if plan.uses_pool else held
-            add("index scan" if plan.mode == "full" else "index of the pool", "FP4", c.index_n_heads, e, scored)
-            add("index scan" if plan.mode == "full" else "index of the pool", "fp32", c.index_n_heads, scored)
+            add("index of the pool" if plan.uses_pool else "index scan", "FP4", c.index_n_heads, e, scored)
+            add("index of the pool" if plan.uses_pool else "index scan", "fp32", c.index_n_heads, scored)
         add("router", "fp32", D, c.n_routed_experts)
         add("routed experts", "FP8 x FP4", c.num_experts_per_tok, 3, D, c.moe_intermediate_size)
         add("shared expert", "FP8", 3, D, c.moe_intermediate_size)
@@ -403,7 +403,7 @@ def random_history(model: Transformer, length: int, room: int = 64, seed: int = 
         cache.keys[i] = packed(cache.key_rows, rows).to(model.device)
     rings = {key: torch.randn(ring.shape, generator=g).to(ring) if key[0] in ("kv", "score") else ring
              for key, ring in cache.rings.items()}
-    cache.restore(Snapshot([length], {part: [length] for part in cache.PARTS}, rings, [length], 0))
+    cache.restore(Snapshot([length], {part: [length] for part in cache.PARTS}, rings, [length], 0, cache._owner))
     first = max(0, length - c.sliding_window)
     before = None if model.engram_index is None or not first else model.engram_index.compress(tokens[None, :first])
     model.replay(tokens[None, first:], cache, before=before)

@@ -271,7 +271,7 @@ class VisionAttention(nn.Module):
         q, k = rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin)
         q, k, v = (t.to(self.num.arith).transpose(0, 1) for t in (q, k, v))                    # [H, n, hd]
         scale = q.shape[-1] ** -0.5
-        # The largest image has 9,216 patches: all its scores at once would be 10.9 GB in float64. Queries go in blocks.
+        # The largest image has some 9,200 patches: all its scores at once would be 10.8 GB in float64. Queries go in blocks.
         step = max(1, MAX_SCORES // (self.n_heads * len(x)))
         out = []
         for part in q.split(step, 1):                                                          # [H, step, hd]

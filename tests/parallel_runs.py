@@ -101,7 +101,8 @@ def all_runs(model: Transformer, prompt: int = 97, runs: tuple[str, ...] = RUNS)
             if model.mtp is not None:
                 drafts.append(model.mtp.draft(model, chosen[-1].view(1), cache))
             chosen.append(argmax_lowest(model(chosen[-1].view(1, 1), cache).logits[0, -1]))
-        arrays = {f"draft_{name}.{i}": getattr(d, name) for i, d in enumerate(drafts) for name in ("ids", "logits", "confidence")}
+        leaves = ("ids", "logits", "confidence")
+        arrays = {f"draft_{leaf}.{i}": getattr(d, leaf) for i, d in enumerate(drafts) for leaf in leaves}
         finish("text", cache, logits=logits, chosen=torch.stack(chosen), **arrays)
 
     if "ragged" in runs:
@@ -190,7 +191,7 @@ def _rank(rank: int, sizes: tuple[int, ...], backend: str, folder: str, job: Cal
         if rank < size:
             torch.save(job(group, *args), f"{folder}/{size}.{rank}.pt")
     torch.distributed.barrier()
-    os._exit(0)      # what libraries do when Python ends, several threads of several ranks, has crashed
+    torch.distributed.destroy_process_group()
 
 
 def on_ranks(sizes: tuple[int, ...], folder: Path, job: Callable[..., Any], *args: Any,

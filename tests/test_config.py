@@ -293,3 +293,13 @@ def test_ranks_that_do_not_divide_are_refused_by_name() -> None:
             pytest.raises(ValueError, match=f"{what} = .* does not divide over {size} tensor-parallel ranks"),
         ):
             Transformer(config, Numerics(), Ranks(0, size))
+
+
+@pytest.mark.parametrize("key, value", [
+    ("dspark_markov_rank", 0), ("dspark_n_routed_experts", 0), ("engram_max_ngram_size", 1), ("engram_n_heads", 0),
+    ("engram_compressed_vocab_size", 0), ("rope_theta", 0), ("rms_norm_eps", -1), ("hc_eps", float("nan")), ("rope_scaling", 3)])
+def test_case_31_sizes_that_compute_nothing_are_refused(key: str, value: object) -> None:
+    published = json.loads((Path(__file__).parent.parent / "tiny" / "config.json").read_text())
+    published["text_config"][key] = value
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_dict(published)

@@ -401,7 +401,7 @@ def test_exact_replay_equals_full(golden_small: Small, chunk_size: int) -> None:
         assert out.logits.shape == (1, 1, 640)
         check(golden_small, out.logits[0], 149)
     assert sum(seen) == 300 and same_state(*caches.values()) == []
-    assert caches["exact-replay"].window_start == {"encoder": [0], "decoder": [74], "draft": [74]}
+    assert caches["exact-replay"].window_start == {"encoder": [0], "decoder": [74], "draft": [150]}  # no draft head
     check(golden_small, feed(model, ids[150:], [1, 24], caches["exact-replay"])[0], 150)
 
 
@@ -504,3 +504,50 @@ def test_prefill_ways_that_cannot_be_are_refused(golden_small: Small, thirds: Sm
     assert thirds.model.config.decoder_start == 3
     out = thirds.model.prefill(thirds.tokens[None], thirds.model.new_cache(), "exact-replay")
     check(thirds, out.logits[0], len(thirds.tokens) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- near the edges
+
+
+def test_a_padded_query_near_the_end_of_storage_stays_inside_it(thirds: Small) -> None:
+    """The longest row has fewer new tokens than the chunk is wide: its padding sees no row that is not stored."""
+    for last in range(100, min(125, len(thirds.tokens) - 1)):
+        cache = thirds.model.new_cache(2, last + 1)
+        thirds.model(torch.stack([thirds.tokens[:last]] * 2), cache, lengths=[3, last], logits="none")
+        new = torch.stack([thirds.tokens[3:6], thirds.tokens[[last, 20, 21]]])
+        logits = thirds.model(new, cache, lengths=[3, 1]).logits
+        check(thirds, logits[0], 3)
+        check(thirds, logits[1, :1], last)
+
+
+def test_a_snapshot_of_another_cache_is_refused(thirds: Small) -> None:
+    cache = thirds.model.new_cache(2, 50)
+    thirds.model(thirds.tokens[:20].repeat(2, 1), cache)
+    kept = cache.snapshot()
+    for other in (cache.fork(), cache.fork(rows=[1, 0]), thirds.model.new_cache(2, 50)):
+        with pytest.raises(ValueError, match="another cache"):
+            other.restore(kept)
+    cache.restore(kept)
+
+
+def test_a_replay_leaves_rows_without_tokens_alone(thirds: Small) -> None:
+    tokens, W = thirds.tokens, thirds.model.config.sliding_window
+    cache = thirds.model.new_cache(2, 60)
+    thirds.model(tokens[:50].repeat(2, 1), cache, lengths=[50, 40])
+    thirds.model.replay(tokens[50 - W : 50].repeat(2, 1), cache, lengths=[W, 0])
+    assert cache.window_start["decoder"][1] == 0
+    logits = thirds.model(torch.stack([tokens[50:51], tokens[40:41]]), cache).logits
+    check(thirds, logits[1], 40)
+
+
+def test_a_cache_filled_without_a_draft_head_has_no_draft_windows(thirds: Small) -> None:
+    assert thirds.model.mtp is None
+    _, cache = feed(thirds.model, thirds.tokens, [20, 10])
+    assert cache.window_start["draft"] == [30] and cache.window_start["decoder"] == [0]
+
+
+def test_arguments_that_make_no_sense_are_refused(thirds: Small) -> None:
+    with pytest.raises(ValueError, match="rollback = -1"):
+        thirds.model.new_cache(1, 50, rollback=-1)
+    with pytest.raises(ValueError, match="lsat"):
+        thirds.model(thirds.tokens[None, :3], thirds.model.new_cache(1, 50), logits="lsat")

@@ -39,17 +39,20 @@ def test_offloaded_weights_compute_the_same(parallel: Path, map_all: None) -> No
     offloaded = load_model(parallel, True, "cpu", draft=True, offload=True)
     assert offloaded.layers[2].attn.wo_b.dense is None and offloaded.layers[2].ffn.experts.w1.weight.is_meta
     runs = ("text", "image", "bounded")
-    assert unequal(all_runs(offloaded, runs=runs), all_runs(load_model(parallel, True, "cpu", draft=True), runs=runs)) == []
+    loaded = load_model(parallel, True, "cpu", draft=True)
+    assert unequal(all_runs(offloaded, runs=runs), all_runs(loaded, runs=runs)) == []
 
 
 def test_offload_in_fast_mode_repeats_itself(parallel: Path, map_all: None) -> None:
     """Not the bits of weights in memory: a library may sum in another order where a matrix begins at another address."""
-    first, again, loaded = (all_runs(load_model(parallel, False, "cpu", offload=way), runs=("text",)) for way in (True, True, False))
+    first, again, loaded = (all_runs(load_model(parallel, False, "cpu", offload=way), runs=("text",))
+                            for way in (True, True, False))
     assert unequal(first, again) == []
     assert torch.allclose(first["text.logits"], loaded["text.logits"], rtol=0.02, atol=0.05)
 
 
-def test_each_rank_maps_its_own_slices(parallel: Path, map_all: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_maps_its_own_slices(parallel: Path, map_all: None, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(parallel, tmp_path / "shards", 4)
     group = as_rank(monkeypatch, 3, 4)
     whole = dict(load_model(parallel, device="cpu", group=group, draft=True).named_parameters())
@@ -127,7 +130,8 @@ def released_width(folder: Path, **changes: Any) -> Path:
 @pytest.mark.manual
 def test_a_full_layer_runs_in_4_gib(tmp_path: Path) -> None:
     """One layer of 384 experts with embedding and head of 129,280 rows: 10 GB on disk."""
-    path = released_width(tmp_path, num_hidden_layers=1, compress_ratios=[0], kv_source_layer_ids=[], index_source_layer_ids=[])
+    path = released_width(tmp_path, num_hidden_layers=1, compress_ratios=[0], kv_source_layer_ids=[],
+                          index_source_layer_ids=[])
     for exact, tokens in ((True, 16), (False, 48)):
         seconds, gib = measured(f"""
 from convert import load_model
@@ -141,7 +145,7 @@ assert logits.isfinite().all()""")
 
 @pytest.mark.manual
 def test_golden_recordings_of_a_model_larger_than_memory(tmp_path: Path) -> None:
-    """Three layers of full size (window only; Full, m = 2; Full, m = 1 with the pool), 24 GB on disk, recorded by golden.py."""
+    """Three layers of full size (window only; Full, m = 2; Full, m = 1 with the pool), 24 GB, recorded by golden.py."""
     path = released_width(tmp_path, num_hidden_layers=3, compress_ratios=[0, 2, 1], kv_source_layer_ids=[1, 2],
                           index_source_layer_ids=[1, 2], candidate_source_layer_id=2)
     (tmp_path / "tokens.json").write_text(json.dumps(list(range(1000, 1012))))

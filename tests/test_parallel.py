@@ -50,8 +50,8 @@ def test_i3_two_and_four_ranks_give_the_bits_of_one(parallel: Path, tmp_path: Pa
     runs = ("text", "ragged", "image", "sampled")
     expected = load_and_run(None, str(parallel), "cpu", True, runs)
     assert expected["text.logits"].signbit().any() and len(expected) > 1000
-    results = on_ranks((2, 4), tmp_path / "ranks", load_and_run, {2: str(tmp_path / "shards"), 4: str(parallel)}, "cpu", True, runs)
-    check(results, expected)
+    where = {2: str(tmp_path / "shards"), 4: str(parallel)}
+    check(on_ranks((2, 4), tmp_path / "ranks", load_and_run, where, "cpu", True, runs), expected)
 
 
 @pytest.mark.long
@@ -106,7 +106,7 @@ class Team:
                                      f"RANK = int(os.environ['RANK'])\n{before}\nsys.exit(generate.main())\n")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), self.marker,
-             "--device", device, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+             "--device", device, *arguments], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def alive(self) -> int:
@@ -139,7 +139,8 @@ def alone(options: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> tu
 CHAT = "hello there\n/think on\nand?\n/bad\n"
 
 
-def test_a_chat_in_two_ranks_says_what_one_says_and_ends_with_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_in_two_ranks_says_what_one_says_and_ends_with_its_input(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--ckpt-path", str(TINY), "--exact", "--speculative", "--max-new-tokens", "9", "--seed", "5"]
     code, out, err = Team(2, tmp_path, options).finish(CHAT)
     assert (code, out) == alone(options, CHAT, monkeypatch) and code == 0 and len(out) > 40
@@ -202,7 +203,7 @@ def test_case_26_one_sentence_and_exit_code_1(case: str, parallel: Path, tmp_pat
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["answering", "waiting", "loading"])
 def test_ctrl_c_ends_all_ranks(moment: str, tmp_path: Path) -> None:
-    slow = "import time; load = generate.load_model; generate.load_model = lambda *a, **k: print('loading') or time.sleep(60)"
+    slow = "import time; generate.load_model = lambda *_, **__: print('loading', flush=True) or time.sleep(60)"
     team = Team(4 if moment == "answering" else 2, tmp_path, ["--max-new-tokens", "9999" if moment == "answering" else "2"],
                 slow if moment == "loading" else "")
     if moment != "loading":

@@ -411,3 +411,14 @@ def test_ranks_slice_names_what_does_not_divide() -> None:
     assert Ranks(1, 4).slice(12, "heads") == 3
     with pytest.raises(ValueError, match="index_n_heads = 10 does not divide over 4"):
         Ranks(0, 4).slice(10, "index_n_heads")
+
+
+@pytest.mark.parametrize("fmt", [E4M3_E8M0, E2M1_E8M0, E2M1_E4M3], ids=lambda fmt: f"{fmt.element}_{fmt.scale}")
+@pytest.mark.parametrize("rows", [1, 400])
+def test_a_nan_stays_visible_whatever_the_size(fmt: BlockFormat, rows: int) -> None:
+    """A broken value must not turn into a zero, not even in the path for many elements."""
+    x = torch.ones(rows, 64, dtype=torch.bfloat16)
+    x[0, 5] = math.nan
+    for y in (dequantise(*quantise(x, fmt), fmt, torch.float32), fake_quantise(x, fmt, torch.float32)):
+        assert not y[0, : fmt.block].isfinite().all()
+        assert y[0, fmt.block :].isfinite().all() and y[1:].isfinite().all()
