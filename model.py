@@ -304,8 +304,6 @@ class Cache:
         since."""
         if snapshot.owner is not self._owner:
             raise ValueError("this snapshot belongs to another cache")
-        if len(snapshot.lengths) != self.batch_size:
-            raise ValueError(f"this snapshot has {len(snapshot.lengths)} rows, the cache {self.batch_size}")
         for cut in self._cuts[snapshot.cuts:]:
             if any(n < kept for n, kept in zip(cut, snapshot.lengths)):
                 raise ValueError("this snapshot no longer holds: the cache has been truncated below it since")
