@@ -124,7 +124,7 @@ def _draw(law: RandomWeights, name: str, like: Tensor, generator: torch.Generato
     value = torch.empty(shape, dtype=dtype, device=device)
     mean, std = (0.0, law.fp8_sigma) if dtype == torch.float8_e4m3fn else law._mean_std(name, shape[-1])
     for rows in value.split(8192):      # float32 draws of a part at a time
-        rows.copy_(torch.randn(rows.shape, device=device, generator=generator) * std + mean)
+        rows.copy_((torch.randn(rows.shape, device=device, generator=generator) * std + mean).clamp_(-448, 448))  # E4M3's range
     return value
 
 
@@ -306,7 +306,7 @@ def random_benchmark(config_path: str | Path, prompts: list[int], contexts: list
         cache = fill_cache(model.new_cache(rows, context + 64), context, seed)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        token = torch.zeros(rows, 1, dtype=torch.int64)
+        token = torch.randint(config.vocab_size, (rows, 1), generator=torch.Generator().manual_seed(seed))
         def step() -> Any:
             return model(token, cache, logits="last")
         used = experts_used(model, step)

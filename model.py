@@ -1230,7 +1230,7 @@ class Transformer(nn.Module):
         state = self._run(range(start), state, tokens, tables, chunk, cache, [])
         entered = self._enter(start, state.x, tokens)
         self.layers[start].publish(entered, state.pre_mix, tables, chunk, cache)
-        in_image = torch.zeros_like(ids, dtype=torch.bool) if tokens.in_image is None else tokens.in_image
+        in_image = torch.zeros(ids.shape, dtype=torch.bool, device=self.device) if tokens.in_image is None else tokens.in_image
         ngrams = ids if tokens.ngrams is None else tokens.ngrams
         new = [state.x, state.pre_mix, in_image, ngrams]
         tail = tail or [t.new_zeros(t.shape[0], keep, *t.shape[2:]) for t in new]
