@@ -697,6 +697,6 @@ def test_every_mutation_still_applies() -> None:
     } == {}
 
 
-@pytest.mark.long
+@pytest.mark.manual
 def test_every_mutation_is_caught() -> None:
     assert mutations.main([]) == 0

@@ -139,6 +139,7 @@ def alone(options: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> tu
 CHAT = "hello there\n/think on\nand?\n/bad\n"
 
 
+@pytest.mark.long
 def test_a_chat_in_two_ranks_says_what_one_says_and_ends_with_its_input(tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--ckpt-path", str(TINY), "--exact", "--speculative", "--max-new-tokens", "9", "--seed", "5"]
