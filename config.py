@@ -107,6 +107,8 @@ class ModelConfig:
         vision = published.get("vision_config")
         if vision is not None and not isinstance(vision, dict):
             raise ValueError(f"{source}: vision_config = {vision!r} is not a section of keys and values")
+        if isinstance(flat.get("rope_scaling"), dict) and flat["rope_scaling"].get("rope_type", "yarn") != "yarn":
+            raise ValueError(f"{source}: rope_scaling.rope_type = {flat['rope_scaling']['rope_type']!r}; this model computes 'yarn' only")
         known = {f.name for f in fields(cls)}
         unknown = set(flat) - known - {k.split(".")[-1] for k in _ONLY} - _IGNORED
         unknown |= set(published) - _TOP_LEVEL - known
@@ -270,6 +272,8 @@ def _check_sizes(c: ModelConfig) -> None:
     for key in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
         if not getattr(c, key) > 0:
             raise ValueError(f"{key} = {getattr(c, key)} must be greater than 0")
+    if not c.rope_scaling.factor > 0:
+        raise ValueError(f"rope_scaling.factor = {c.rope_scaling.factor} must be greater than 0")
     for key in ("rms_norm_eps", "hc_eps"):
         if not getattr(c, key) >= 0:
             raise ValueError(f"{key} = {getattr(c, key)} must not be negative")

@@ -742,7 +742,12 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
     Strict: every parameter is filled and every tensor used, but for the draft head's without `draft`. ValueError: one
     sentence that names the file, tensor or size at fault, the same on every rank and before any tensor is read.
     """
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError:
+        raise ValueError(f"{device} is not a device such as cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the device {device} is not supported: cpu and cuda are")
     ranks = Ranks()
     if group is not None:
         ranks = Ranks(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)

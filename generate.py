@@ -38,7 +38,7 @@ from tqdm import tqdm
 from benchmark import random_benchmark, run_benchmark
 from convert import INDEX, load_model
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
-from encoding import (EOS, THINK_END, THINK_START, encode_messages, image_source, parse_completion, prompt_ids,
+from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion, prompt_ids,
                       render_segments, split_reply)
 from model import Cache, ImageTokens, Snapshot, Transformer
 from session import SavedImage
@@ -321,6 +321,8 @@ class Team:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError:
             raise ValueError(f"--device {device} is not a device such as cpu, cuda or cuda:1") from None
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {device}: only cpu and cuda are supported")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device {device}: there is no CUDA device here")
         self.group = self.control = None
@@ -522,7 +524,7 @@ def read_conversations(path: str) -> list[Any]:
     """The conversations of a file: a JSON list of them, one in each line, or a single one."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = data.decode()
+        text = data.decode("utf-8-sig")                          # a byte order mark is no part of it
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -539,6 +541,8 @@ def read_conversations(path: str) -> list[Any]:
             found += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+    if not found:
+        raise ValueError(f"{path} holds no conversations")
     return found
 
 
@@ -805,6 +809,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         raise ValueError("--session needs a chat")
     if args.image and (args.input_file or args.benchmark):
         raise ValueError("--image needs --prompt or a chat")
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed {args.seed} must be below 2**63")
     least_of = {"max_new_tokens": 1, "seed": 0, "max_length": 2, "batch_size": 1, "benchmark_decode": 1}
     for name, least in least_of.items():
         if (value := getattr(args, name)) is not None and value < least:
@@ -846,7 +852,12 @@ def run(args: argparse.Namespace, team: Team) -> int:
             raise ValueError(f"there is no tokenizer.json in {args.ckpt_path}")
         if (seed := random_seed(args.ckpt_path)) is not None and not args.benchmark:
             screen.note(f"note: these weights are random (seed {seed}), so the answers mean nothing")
-        s = Setting(args, model, Tokenizer.from_file(str(path)), team, screen)
+        tokenizer = Tokenizer.from_file(str(path))
+        for token in (BOS, EOS, USER, ASSISTANT, THINK_START, THINK_END):
+            if (found := tokenizer.token_to_id(token)) is None or found >= model.config.vocab_size:
+                raise ValueError(f"{path} is not the tokenizer of this model: the token {token} is "
+                                 f"{'missing' if found is None else f'{found}, outside the vocabulary'}")
+        s = Setting(args, model, tokenizer, team, screen)
         if args.benchmark:
             run_benchmark(s, s.decoder(Sampler()))
         elif args.input_file is not None:
@@ -877,7 +888,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:                                      # the reader has had enough, as in `| head`
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        # if it is the pipe, the reader has had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as error:
         if alone and not isinstance(error, torch.OutOfMemoryError):

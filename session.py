@@ -96,6 +96,11 @@ def save(file: str | Path, model: Transformer, cache: Cache, tokens: Sequence[in
     text = json.dumps(facts)
     metadata = {"session": json.dumps({"facts": text, "sha256": digest(text, tensors)})}
     if model.ranks.rank == 0:
+        if file.exists() and not (file.is_file() and is_session(file)):
+            raise ValueError(f"{file} exists and is no session file; it is left as it is")
+        if not file.parent.is_dir():
+            raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
+        file = file.resolve()                            # through a link, not over it
         try:
             check_space(file.parent, sum(t.nbytes for t in tensors.values()))
             write_atomically(file, [serialise(tensors, metadata)])
@@ -167,6 +172,14 @@ def load(model: Transformer, file: str | Path, max_length: int | None = None, ro
         image = SavedImage(torch.empty(0), tuple(entry["grid"]), llm_grid, bytes.fromhex(entry["sha256"]), features)
         images.append((place, image))
     return Session(cache, tokens.tolist(), tuple(images), facts["chat"])
+
+
+def is_session(file: Path) -> bool:
+    """Whether a file begins as a session file does: what `save` may write over."""
+    try:
+        return "session" in read_header(file)[1]
+    except (ValueError, OSError):
+        return False
 
 
 def _replay(model: Transformer, cache: Cache, tokens: Tensor, types: Tensor, rows: Tensor, count: int) -> None:

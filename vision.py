@@ -199,6 +199,8 @@ def _locate(source: str | os.PathLike[str] | bytes, allow_urls: bool) -> tuple[s
     elif isinstance(source, (str, os.PathLike)):
         if os.path.isfile(source) and os.path.getsize(source) == 0:
             raise ValueError(f"{os.fspath(source)} is empty: an image was expected")
+        if os.path.exists(source) and not os.path.isfile(source) and not os.path.isdir(source):    # a pipe would never end
+            raise ValueError(f"{os.fspath(source)} is no regular file: an image was expected")
         return os.fspath(source) or "an empty path", Path(source)
     else:
         raise ValueError(f"an image is a path, bytes, a data: URL or a Pillow image, not {type(source).__name__}")

@@ -239,10 +239,17 @@ def test_conversations_of_a_file_draw_from_streams_of_their_own(cli: Cli) -> Non
 
 @pytest.mark.parametrize("text, count", [
     (json.dumps(CONVERSATIONS), 3), (json.dumps(CONVERSATIONS[0]), 1), (json.dumps(CONVERSATIONS[1], indent=2), 1),
-    ("\n".join(map(json.dumps, CONVERSATIONS)), 3), (json.dumps(CONVERSATIONS[0], indent=1), 1), ("", 0), ("[]", 1)])
+    ("\n".join(map(json.dumps, CONVERSATIONS)), 3), (json.dumps(CONVERSATIONS[0], indent=1), 1), ("[]", 1),
+    ("\ufeff" + json.dumps(CONVERSATIONS), 3)])
 def test_forms_of_a_file(text: str, count: int, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(text)
     assert len(cli_module.read_conversations(str(tmp_path / "in"))) == count
+
+
+def test_a_file_without_conversations_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n\n")
+    with pytest.raises(ValueError, match="holds no conversations"):
+        cli_module.read_conversations(str(tmp_path / "in"))
 
 
 def test_one_bad_conversation_does_not_stop_the_others(cli: Cli) -> None:

@@ -497,3 +497,19 @@ def test_sessions_that_cannot_be_leave_the_chat_going(cli: Cli, tmp_path: Path) 
     assert refused.code == 1 and refused.err.splitlines()[-1].startswith("error: ") and refused.out == ""
     refused = chat(cli, arguments=("--session", tmp_path / "s", "--prompt", "hello"))
     assert refused.code == 1 and refused.err == "error: --session needs a chat\n"
+
+
+def test_what_is_no_session_file_is_never_written_over(ced: Ced, tmp_path: Path) -> None:
+    cache, tokens = ced.full(6), ced.ids[:6].tolist()
+    kept = tmp_path / "notes.txt"
+    kept.write_text("mine")
+    for target, sentence in ((kept, "no session file"), (Path("/dev/null"), "no session file"),
+                             (tmp_path / "no" / "folder.session", "there is no folder")):
+        with pytest.raises(ValueError, match=sentence):
+            cache.save(target, ced.model, tokens)
+    assert kept.read_text() == "mine" and not (tmp_path / "no").exists()
+    link, target = tmp_path / "link", tmp_path / "real.session"
+    link.symlink_to(target)
+    for _ in range(2):
+        cache.save(link, ced.model, tokens)
+    assert link.is_symlink() and target.stat().st_size > 1000
