@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -46,8 +47,9 @@ from encoding import encode_messages, image_source
 from model import (Block, Cache, Chunk, ImageTokens, ModelConfig, Output, Selection, SparseAttention, Transformer,
                    plan_layers)
 from quant import FakeQuant, Linear, RMSNorm, to_bf16
-from recordings import (BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report, compare,
-                        compare_array, manifest_path, order, plot, read_json, result_table, selection_map, show, table)
+from recordings import (BAD_INPUT, BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report,
+                        compare, compare_array, manifest_path, order, plot, read_json, result_table, selection_map,
+                        show, table)
 from vision import ImageInput, load_image
 
 TIES = "lowest index, for selected rows, candidate blocks, experts and tokens"
@@ -181,6 +183,20 @@ class Writer:
     def discard(self) -> None:
         os.close(self.file)
         self.partial.unlink(missing_ok=True)
+
+
+def check_out(path: Path) -> None:
+    """ValueError when a recording would take the place of something else."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory")
+    if path.exists():
+        try:
+            with safe_open(path, framework="pt") as file:
+                ours = {"tokens", "prompt_length"} <= set(file.keys())
+        except (OSError, SafetensorError):
+            ours = False
+        if not ours:
+            raise ValueError(f"{path} exists and is not a recording: it is left as it is")
 
 
 def write_manifest(path: Path, facts: dict[str, Any]) -> None:
@@ -542,18 +558,25 @@ class Forcing(Hooks):
         if kind in SETS and rows.shape[-1] > value.shape[-1]:     # lists of ids grow with the sequence
             value = F.pad(value, (0, rows.shape[-1] - value.shape[-1]), value=-1)
         part = value[0, at : at + len(rows)]
-        if rows.shape != part.shape:
-            raise ValueError(f"{self.source.path}: {name} has rows {list(rows.shape[1:])}, the model's have "
-                             f"{list(part.shape[1:])}")
+        self.fits(name, rows, *part.shape[1:])
         rows = to_bf16(rows) if value.dtype == torch.bfloat16 else rows.to(value.dtype)
         if kind in FLOAT32:       # what was computed stays where it is the same float32 number
             rows = torch.where((rows - part).abs() <= 2.0**-22 * part.abs(), part, rows)
         return torch.cat([value[:, :at], rows.unsqueeze(0), value[:, at + len(rows) :]], 1)
 
+    def fits(self, name: str, rows: Tensor, *shape: int) -> None:
+        if tuple(rows.shape[1:]) != shape:
+            raise ValueError(f"{self.source.path}: {name} has rows {list(rows.shape[1:])}, the model's have "
+                             f"{list(shape)}")
+
     def _image(self, name: str, value: Tensor) -> Tensor:
         at = self.images[name]
         self.images[name] += len(value)
-        return to_bf16(self.source.rows(name, at, at + len(value)).to(value.device)) if name in self.source else value
+        found = self.source.between(name, at, at + len(value))
+        if found is None:
+            return value
+        self.fits(name, found[1], *value.shape[1:])
+        return torch.cat([to_bf16(found[1].to(value.device)), value[len(found[1]) :]])
 
     def selection(self, layer: int | None, given: Selection | None) -> Selection | None:
         if given is None or layer is None:
@@ -562,6 +585,9 @@ class Forcing(Hooks):
         rows, pool = self.put(f"layers.{layer}.topk", given.rows), given.pool
         if pool is not None:
             pool = self.put(f"layers.{c.candidate_source_layer_id}.candidates", pool)
+            there = self.recorder.chunk.ends[0] // c.compress_ratios[c.candidate_source_layer_id]
+            blocks = -(-there // c.candidate_block_size)
+            pool = torch.where(pool < blocks, pool, -1)
         visible = self.recorder.chunk.ends[0] // c.compress_ratios[layer]     # what is not there cannot be read
         return Selection(torch.where(rows < visible, rows, -1), pool)
 
@@ -572,6 +598,7 @@ class Forcing(Hooks):
         (q, window, depth, sink, chunk, cache, *rest), p = args, f"layers.{layer}."
         found = self.source.between(p + "window_kv", chunk.starts[0], chunk.ends[0])
         if found is not None:
+            self.fits(p + "window_kv", found[1], self.recorder.model.config.head_dim)
             at = depth + found[0] - chunk.starts[0]
             packed = cache.window_rows.pack(to_bf16(found[1].to(window.device)))
             window = torch.cat([window[:at], packed, window[at + len(packed) :]])
@@ -583,6 +610,8 @@ class Forcing(Hooks):
         for name, store, codec in (("main_kv", cache.main, cache.main_rows), ("index_key", cache.keys, cache.key_rows)):
             found = self.source.between(f"layers.{layer}.{name}", chunk.starts[0] // ratio, chunk.ends[0] // ratio)
             if found is not None:
+                c = self.recorder.model.config
+                self.fits(f"layers.{layer}.{name}", found[1], c.head_dim if name == "main_kv" else c.index_head_dim)
                 store[layer][0, found[0] : found[0] + len(found[1])] = codec.pack(to_bf16(found[1].to(cache.device)))
 
 
@@ -712,6 +741,9 @@ def read_prompt(args: argparse.Namespace, config: ModelConfig) -> Prompt:
         if not isinstance(data.get("tokens"), list):
             raise ValueError(f"{args.tokens} must hold a list of token ids, or an object with `tokens`")
         tokens, types = data["tokens"], data.get("token_types")
+        if config.vision_config is not None and config.image_token_id in tokens and not sources and types is None:
+            raise ValueError(f"0 images are given for {tokens.count(config.image_token_id)} image tokens "
+                             f"{config.image_token_id} in the prompt")
     else:
         types = None
         if args.messages:
@@ -732,6 +764,7 @@ def read_prompt(args: argparse.Namespace, config: ModelConfig) -> Prompt:
 
 
 def _record(args: argparse.Namespace) -> int:
+    check_out(Path(args.out))
     config = open_checkpoint(args.ckpt_path).config
     prompt = read_prompt(args, config)
     off = set(filter(None, (args.fake_quant_off or "").split(",")))
@@ -771,8 +804,14 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    a = Recording(args.a)
-    report = check(a, Recording(args.b, args.map, like=a), args.ckpt_path)
+    b = None
+    try:
+        a = Recording(args.a)
+        b = Recording(args.b, args.map, like=a)
+        report = check(a, b, args.ckpt_path)
+    except BAD_INPUT as error:      # what a file of another program holds can be anything
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise ValueError(f"comparing {b and b.reading or args.b}: {reason}") from error
     if args.plot:
         plot(report, args.plot)
     if args.json:
@@ -784,7 +823,12 @@ def _compare(args: argparse.Namespace) -> int:
         print("\nB against the model reading what B recorded:\n" + result_table(report.local, pretty))
     lacking = [f"only in {which}: {len(names)} tensors, such as {names[0]}"
                for which, names in zip("AB", report.only) if names]
-    print("\n" + "\n".join([*report.notes, *lacking, *report.verdict, "PASSED" if report.passed else "FAILED"]))
+    parts, count = report.partial, len(report.partial)
+    if parts:
+        more = f" and {count - 8} more" if count > 8 else ""
+        lacking.insert(0, f"compared only in part: {', '.join(parts[:8])}{more}")
+    passed = f"PASSED on what B holds: {count} tensor{'s' * (count > 1)} in part" if parts else "PASSED"
+    print("\n" + "\n".join([*report.notes, *lacking, *report.verdict, passed if report.passed else "FAILED"]))
     return 0 if report.passed else 1
 
 

@@ -462,7 +462,8 @@ class SparseAttention(nn.Module):
             out.append(to_bf16(o))
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
-    def gather(self, cache: Cache, chunk: Chunk, source: int, selection: Tensor, q0: int, q1: int) -> tuple[Tensor, Tensor | None]:
+    def gather(self, cache: Cache, chunk: Chunk, source: int, selection: Tensor, q0: int,
+               q1: int) -> tuple[Tensor, Tensor | None]:
         """The selected rows of queries q0..q1-1, unpacked: [B, Q, k, d], and where the selection is empty (None: nowhere).
         Layers that reuse a selection reuse its rows too, as long as a chunk is one block."""
         if chunk.rows is not None and chunk.rows[0] is selection and q1 - q0 == chunk.width:
@@ -547,7 +548,7 @@ class Indexer(nn.Module):
         return cache.key_rows.pack(rotate(self.k_norm(self.wk(latent)).unsqueeze(2), table).squeeze(2))
 
     def query(self, x: Tensor, qr: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, D], qr [B, S, q_lora] (quantised) -> index queries [B, S, h, e] and the weights [B, S, 1, h] of their heads."""
+        """x [B, S, D], qr [B, S, q_lora] (quantised) -> index queries [B, S, h, e], their heads' weights [B, S, 1, h]."""
         q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, self.config.index_head_dim)), table)
         operand = self.num.operand(x.device)
         q = fake_quantise(q, E2M1_E8M0, operand) if self.num.fake_quant.index_query else q.to(operand)
@@ -562,7 +563,8 @@ class Indexer(nn.Module):
         confined = plan.uses_pool and n_blocks > c.candidate_topk_blocks
         width = c.candidate_topk_blocks * c.candidate_block_size
         gathered = confined and width * min(chunk.block, chunk.width) < n   # else the queries of a block share all keys
-        per_query = width * (2 * self.heads + c.index_head_dim) if gathered else 2 * self.heads * min(n, KEY_BLOCK[x.is_cuda]) + n
+        per_query = (width * (2 * self.heads + c.index_head_dim) if gathered else
+                     2 * self.heads * min(n, KEY_BLOCK[x.is_cuda]) + n)
         rows, pools = [], []
         for q0, q1 in chunk.blocks(per_query * arith.itemsize):
             visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).clamp_max(n).unsqueeze(-1)  # [B, Q, 1]; padding sees n
@@ -639,7 +641,8 @@ class Attention(nn.Module):
         if plan.mode in ("full", "reindex"):
             self.indexer = Indexer(c, plan, num, ranks)
 
-    def forward(self, x: Tensor, given: Selection | None, tables: Tables, chunk: Chunk, cache: Cache) -> tuple[Tensor, Selection | None]:
+    def forward(self, x: Tensor, given: Selection | None, tables: Tables, chunk: Chunk,
+                cache: Cache) -> tuple[Tensor, Selection | None]:
         """x [B, S, D], the selection of the layers below -> ([B, S, D], the selection for the layers above)."""
         plan, table = self.plan, tables.of(self.plan, chunk.positions)
         quantised = self.wq_a.quantise_input(x)
@@ -653,7 +656,8 @@ class Attention(nn.Module):
             self.publish(x, tables, chunk, cache)                                               # the same step reads it
         if plan.mode in ("full", "reindex"):
             given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)
-        o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source, given.rows if plan.ratio else None)
+        o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source,
+                      given.rows if plan.ratio else None)
         return self.project(rotate(o, table, inverse=True)), given
 
     def publish(self, x: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
@@ -769,17 +773,19 @@ class Experts(nn.Module):
         x, weights = F.pad(x, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 0, 0, 1))
         y = torch.zeros(T * k + 1, x.shape[-1], dtype=torch.bfloat16, device=x.device)
         counts = local.bincount(minlength=self.local).tolist()[: self.local]
-        busy, starts = sorted((e for e in range(self.local) if counts[e]), key=lambda e: -counts[e]), np.cumsum([0, *counts])
+        busy = sorted((e for e in range(self.local) if counts[e]), key=lambda e: -counts[e])
+        starts = np.cumsum([0, *counts])
         while busy:
             most, size = counts[busy[0]], 1  # experts with fewer routes share a product as long as little of it is empty
             while size < len(busy) and 3 * counts[busy[size]] >= 2 * most and self.fits(size + 1, most, x):
                 size += 1
             group, busy = busy[:size], busy[size:]
-            first, count = torch.tensor([[starts[e] for e in group], [counts[e] for e in group]], device=x.device).unsqueeze(-1)
+            first_count = [[starts[e] for e in group], [counts[e] for e in group]]
+            first, count = torch.tensor(first_count, device=x.device).unsqueeze(-1)                  # [group, 1] each
             place = torch.arange(most, device=x.device)
             routes = order[torch.where(place < count, first + place, T * k)]                      # [group, most routes]
-            out = self.run(x[routes // k], weights[routes.flatten()].view(*routes.shape, 1), torch.tensor(group, device=x.device))
-            y[routes] = out
+            routed = weights[routes.flatten()].view(*routes.shape, 1)
+            y[routes] = self.run(x[routes // k], routed, torch.tensor(group, device=x.device))
         return y[: T * k].view(T, k, -1).to(self.num.arith).sum(1)
 
     def fits(self, experts: int, routes: int, x: Tensor) -> bool:
@@ -855,9 +861,10 @@ class Sinkhorn(nn.Module):
         return comb[:, :-1].view(logits.shape)
 
 
-def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix
-    (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
+def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn,
+                     eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads
+    them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
     arith, N = sinkhorn.rows.dtype, x.shape[-2]
     x = cast(x, arith).flatten(-2)
     mean = (torch.linalg.vecdot(x, x) / x.shape[-1]).unsqueeze(-1)
@@ -904,10 +911,12 @@ class Block(nn.Module):
         """Streams x [B, S, N, D] bf16, pre_mix [B, S, N] -> the same after the layer, and the selection handed up."""
         arith = pre_mix.dtype
         streams = cast(x, arith)
-        pre, post, comb = hyper_connection(streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
+        pre, post, comb = hyper_connection(
+            streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
         a, given = self.attn(self.attn_norm(collapse(streams, pre_mix)), given, tables, chunk, cache)
         streams = cast(write_streams(a, streams, post, comb), arith)
-        next_pre, post, comb = hyper_connection(streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
+        next_pre, post, comb = hyper_connection(
+            streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
         f = self.ffn(self.ffn_norm(collapse(streams, pre)), in_image)
         return write_streams(f, streams, post, comb), next_pre, given
 
@@ -995,12 +1004,14 @@ class Transformer(nn.Module):
             self.vision = VisionTower(c.vision_config, num)
             self.aligner = Aligner(c.vision_config, c.hidden_size, num)
             for name in ("image_start", "image_end", "image_newline"):
-                self.register_parameter(name, nn.Parameter(torch.empty(c.hidden_size, dtype=torch.bfloat16), requires_grad=False))
+                row = torch.empty(c.hidden_size, dtype=torch.bfloat16)
+                self.register_parameter(name, nn.Parameter(row, requires_grad=False))
         self.mtp = draft
         self.engram_index: EngramIndex | None = None                       # made from the tokenizer when loaded
         self.checkpoint: Path | None = None                                # where the weights were loaded from
         self.register_buffer("plain_freqs", rotary_frequencies(c.qk_rope_head_dim, c.rope_theta), persistent=False)
-        self.register_buffer("yarn_freqs", rotary_frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling), persistent=False)
+        yarn = rotary_frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
+        self.register_buffer("yarn_freqs", yarn, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
         if any(fn(torch.zeros(1, dtype=kept)).dtype != kept for kept in (torch.float32, torch.bfloat16)):
@@ -1065,7 +1076,8 @@ class Transformer(nn.Module):
             cache.restore(kept)
             raise
         for part, before_it in kept.window_start.items():
-            begin = cache.window_start[part]  # a part that did not run, and rows without tokens, stay without or as they were
+            # a part that did not run has none; rows without tokens keep theirs
+            begin = cache.window_start[part]
             cache.window_start[part] = [w if n == 0 else b if self.mtp is None and part == "draft" else s
                                         for w, b, s, n in zip(before_it, begin, starts, counts)]
         return out
@@ -1094,7 +1106,8 @@ class Transformer(nn.Module):
             raise ValueError(f"input_ids must be integers [B, S] with S >= 1, not {input_ids.dtype} {list(input_ids.shape)}")
         if input_ids.shape[0] != cache.batch_size:
             raise ValueError(f"input_ids has {input_ids.shape[0]} rows, but the cache was made for {cache.batch_size}")
-        if cache.num != self.num or cache.config is not self.config and cache.config != self.config or cache.device != self.device:
+        known = cache.config is self.config or cache.config == self.config
+        if not known or cache.num != self.num or cache.device != self.device:
             raise ValueError("this cache was made for a model of another configuration, numerics or device")
         width = input_ids.shape[1]
         counts = [width] * input_ids.shape[0] if lengths is None else [int(n) for n in lengths]
@@ -1122,7 +1135,8 @@ class Transformer(nn.Module):
     def _begin(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None) -> tuple[State, Tokens]:
         x = self.embed(ids.to(self.device))                                                          # [B, S, D]
         in_image = None
-        if images is not None and (images.types.shape != ids.shape or int((images.types == IMAGE).sum()) != len(images.features)):
+        if images is not None and (images.types.shape != ids.shape or
+                                   int((images.types == IMAGE).sum()) != len(images.features)):
             raise ValueError(f"image tokens {list(images.types.shape)} with {len(images.features)} feature rows do not fit "
                              f"input_ids {list(ids.shape)}")
         if images is not None and bool((images.types > TEXT).any()):
@@ -1147,7 +1161,8 @@ class Transformer(nn.Module):
         pre_mix[..., 0] = 1
         return State(streams, pre_mix, None), Tokens(ngrams, in_image)
 
-    def _run(self, layers: range, state: State, tokens: Tokens, tables: Tables, chunk: Chunk, cache: Cache, means: list[Tensor]) -> State:
+    def _run(self, layers: range, state: State, tokens: Tokens, tables: Tables, chunk: Chunk, cache: Cache,
+             means: list[Tensor]) -> State:
         x, pre_mix, given = state
         for i in layers:
             x = self._enter(i, x, tokens)
@@ -1178,7 +1193,8 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, cache: Cache, way: str = "full", lengths: list[int] | None = None,
-                images: ImageTokens | None = None, chunk_size: int = 4096, progress: Callable[[int], None] | None = None) -> Output:
+                images: ImageTokens | None = None, chunk_size: int = 4096,
+                progress: Callable[[int], None] | None = None) -> Output:
         """Append a prompt [B, S] and compute the logits of its last tokens, [B, 1, V].
 
         way "full": all layers for every token, the oracle. "bounded": the paper's sliding-window bounded replay; decoder
@@ -1222,7 +1238,8 @@ class Transformer(nn.Module):
                 cache.restore(before)
             raise
 
-    def _encode(self, ids: Tensor, cache: Cache, counts: list[int], images: ImageTokens | None, keep: int, tail: list[Tensor]) -> list[Tensor]:
+    def _encode(self, ids: Tensor, cache: Cache, counts: list[int], images: ImageTokens | None, keep: int,
+                tail: list[Tensor]) -> list[Tensor]:
         """Encoder layers and the decoder's global KV for a chunk; -> the last `keep` tokens' state at the decoder's entry."""
         start = self.config.decoder_start
         chunk, tables = cache.chunk(counts, ids.shape[1], "encoder"), self._tables()
@@ -1230,7 +1247,9 @@ class Transformer(nn.Module):
         state = self._run(range(start), state, tokens, tables, chunk, cache, [])
         entered = self._enter(start, state.x, tokens)
         self.layers[start].publish(entered, state.pre_mix, tables, chunk, cache)
-        in_image = torch.zeros(ids.shape, dtype=torch.bool, device=self.device) if tokens.in_image is None else tokens.in_image
+        in_image = tokens.in_image
+        if in_image is None:
+            in_image = torch.zeros(ids.shape, dtype=torch.bool, device=self.device)
         ngrams = ids if tokens.ngrams is None else tokens.ngrams
         new = [state.x, state.pre_mix, in_image, ngrams]
         tail = tail or [t.new_zeros(t.shape[0], keep, *t.shape[2:]) for t in new]

@@ -24,6 +24,7 @@ from torch import Tensor
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
          "I8": torch.int8}
 LEVELS = ("logits", "layers", "all")
+BAD_INPUT = IndexError, KeyError, RuntimeError, TypeError, AttributeError, re.error, SafetensorError
 BLOCK = 32 << 20         # bytes of one tensor in memory at a time, when files are compared
 
 # The arrays of a layer in the order of computation: the level that records each, and what computes it.
@@ -102,6 +103,8 @@ def transform(x: Tensor, steps: list[list[Any]], config: dict[str, Any]) -> Tens
     """
     for kind, *args in steps:
         if kind == "view":
+            if args[:1] == [] or args[0] not in TYPES:
+                raise ValueError(f"view wants one of {', '.join(TYPES)}, not {args}")
             x = x.view(TYPES[args[0]])
             continue
         args = [_size(value, config) for value in args]
@@ -139,21 +142,33 @@ class Recording:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
         facts = manifest_path(self.path)
         self.manifest = read_json(facts) if facts.exists() else {}
+        if not isinstance(self.manifest, dict) or not isinstance(self.manifest.get("config", {}), dict):
+            raise ValueError(f"{facts} is not a manifest: an object, with an object `config`")
         self.config: dict[str, Any] = self.manifest.get("config") or (like.config if like is not None else {})
         self.sources: dict[str, tuple[list[str], dict[str, Any]]] = {name: ([name], {}) for name in stored}
         self.ignored: list[str] = []
         if mapping is not None:
             self._map(stored, read_json(mapping), mapping)
         self._kept: tuple[str, Tensor] | None = None
+        self.reading = ""        # the array that was read last, for messages
         no_tokens = torch.zeros(0, dtype=torch.int64) if like is None else like.tokens
         self.tokens = self.all("tokens").flatten() if "tokens" in self.sources else no_tokens
+        if self.tokens.is_floating_point():
+            raise ValueError(f"{path}: tokens are {self.tokens.dtype}, not ids")
+        self._within("tokens", self.tokens)
+        self.prompt = len(self.tokens) if like is None else like.prompt
         if "prompt_length" in self.sources:
-            self.prompt = int(self.all("prompt_length")[0])
-        else:
-            self.prompt = len(self.tokens) if like is None else like.prompt
+            length = self.all("prompt_length").flatten().tolist()
+            if len(length) != 1 or not 0 < length[0] <= len(self.tokens):
+                raise ValueError(f"{path}: prompt_length is {length[:3]}, with {len(self.tokens)} tokens")
+            self.prompt = int(length[0])
         self.span = 0, len(self.tokens)      # the positions that the arrays have
         if "positions" in self.sources:
-            self.span = int(self.all("positions")[0]), int(self.all("positions")[-1]) + 1
+            places = self.all("positions").flatten().tolist()
+            if not places or places != list(range(places[0], places[0] + len(places))) or not (
+                    0 <= places[0] and places[-1] < len(self.tokens)):
+                raise ValueError(f"{path}: positions are not a range within the {len(self.tokens)} tokens")
+            self.span = places[0], places[-1] + 1
 
     def _map(self, stored: list[str], mapping: dict[str, Any], path: str | Path) -> None:
         self.sources = {}
@@ -167,7 +182,14 @@ class Recording:
             if rule is None or rule[1].get("to") is None:
                 self.ignored += [name] if rule is None else []
             else:
-                self.sources.setdefault(rule[0].expand(rule[1]["to"]), ([], rule[1]))[0].append(name)
+                try:
+                    to = rule[0].expand(rule[1]["to"])
+                except (re.error, IndexError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{path}: the rule from {rule[1]['from']!r} cannot make a name of "
+                                     f"{rule[1]['to']!r}: {error}") from None
+                self.sources.setdefault(to, ([], rule[1]))[0].append(name)
+        if stored and len(self.ignored) == len(stored):
+            raise ValueError(f"no rule of the map matches any of B's {len(stored)} tensors, such as {natural[0]}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.sources
@@ -178,8 +200,8 @@ class Recording:
             try:
                 pieces = [transform(self.file.get_tensor(part), rule.get("do", []), self.config) for part in parts]
                 self._kept = name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-            except (RuntimeError, IndexError, TypeError) as error:
-                reason = str(error).splitlines()[0]
+            except (*BAD_INPUT, ValueError) as error:
+                reason = (str(error) or repr(error)).splitlines()[0]
                 raise ValueError(f"{self.path}: {parts[0]} cannot be read as {name}: {reason}") from None
         return self._kept[1]
 
@@ -191,8 +213,30 @@ class Recording:
         parts, rule = self.sources[name]
         return self._tensor(name)[start:stop] if rule or len(parts) > 1 else self.file.get_slice(name)[start:stop]
 
+    def count(self, name: str) -> int:
+        """How many rows an array has."""
+        self.reading, shape = name, self.shape(name)
+        if not shape:
+            raise ValueError(f"{self.path}: {name} is a single number, not rows")
+        return shape[0]
+
     def all(self, name: str) -> Tensor:
-        return self.rows(name, 0, self.shape(name)[0])
+        return self.rows(name, 0, self.count(name))
+
+    def _within(self, name: str, ids: Tensor) -> None:
+        """ValueError for ids that the model has nothing for: they could not be looked up."""
+        c, kind, low = self.config, name.rpartition(".")[2], 0
+        if not c or not ids.numel():
+            return
+        if kind == "candidates":
+            low, high = -1, -(-len(self.tokens) // c["candidate_block_size"])
+        elif kind == "engram_rows":
+            high = c["engram_num_embeddings"][c["engram_layer_ids"].index(int(name.split(".")[1]))]
+        else:
+            high = {"tokens": c.get("vocab_size"), "route_experts": c.get("n_routed_experts")}.get(kind)
+        if high is not None and not low <= int(ids.min()) <= int(ids.max()) < high:
+            raise ValueError(f"{self.path}: {name} has ids from {int(ids.min())} to {int(ids.max())}, not within {low} "
+                             f"to {high - 1}")
 
     def unit(self, name: str) -> int:
         """What the rows of an array are: 0 something else, -1 decode steps, m > 0 groups of m positions."""
@@ -209,7 +253,7 @@ class Recording:
         rows, unit = self.sources[name][1].get("rows"), self.unit(name)
         if rows is not None:
             words = {"prompt": 0, "sampled": self.prompt - 1, "decode": self.prompt, "last": len(self.tokens) - 1}
-            if not isinstance(rows, int) and rows not in words:
+            if not isinstance(rows, int) and (not isinstance(rows, str) or rows not in words):
                 raise ValueError(f"a map's rows are a number or one of {', '.join(words)}, not {rows!r}")
             return words.get(rows, rows)
         if unit == 0 or name in ("tokens", "image.token_types"):
@@ -219,14 +263,28 @@ class Recording:
     def bounds(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """start..stop-1 as far as it is there, and was computed."""
         first = max(self.first(name), self.manifest.get("first_computed", {}).get(name, 0))
-        return max(start, first), min(stop, self.first(name) + self.shape(name)[0])
+        return max(start, first), min(stop, self.first(name) + self.count(name))
+
+    def surplus(self, name: str) -> str | None:
+        """A sentence, if an array has more rows than there are tokens for."""
+        unit, (_, end) = self.unit(name), self.span
+        if unit == 0:
+            return None
+        most = max(end - self.prompt, 0) if unit < 0 else (len(self.tokens) if name == "image.token_types" else
+                                                           end // unit)
+        most, rows = most - self.first(name), self.count(name)
+        return f"{self.path}: {name} has {rows} rows, its tokens make {most}" if rows > most else None
 
     def between(self, name: str, start: int, stop: int) -> tuple[int, Tensor] | None:
         """The rows that stand for start..stop-1, as far as they are there, and what the first of them stands for."""
         if name not in self.sources:
             return None
         start, stop = self.bounds(name, start, stop)
-        return (start, self.rows(name, start - self.first(name), stop - self.first(name))) if start < stop else None
+        if start >= stop:
+            return None
+        rows = self.rows(name, start - self.first(name), stop - self.first(name))
+        self._within(name, rows)
+        return start, rows
 
 
 def read_json(path: str | Path) -> Any:
@@ -246,6 +304,7 @@ class Result:
     status: str = "equal"            # equal, close, tie, near tie, DIFFERENT
     positions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))     # where it differs
     compared: tuple[int, int] = (0, 0)    # first and last position compared
+    rows: tuple[int, int] = (0, 0)   # how many rows were compared, of how many in A
     max_abs: float = 0.0
     rel_l2: float = 0.0
     same: float = 1.0                # share of elements equal in bfloat16; of rows, for ids
@@ -261,28 +320,37 @@ class Result:
 
     @property
     def differs(self) -> bool:
-        return self.status not in ("equal", "close")
+        return self.status not in ("equal", "close", "not compared")
 
     def json(self) -> dict[str, Any]:
         return {"name": self.name, "shape": self.shape, "status": self.status, "first_position": self.first,
+                "rows_compared": self.rows[0], "rows_in_a": self.rows[1],
                 "positions": len(self.positions), "max_abs": self.max_abs, "rel_l2": self.rel_l2,
                 "bf16_equal": self.same, "bf16_ulps": self.ulps, "not_finite": self.unreal, "margin": self.margin,
                 "hints": self.hints, "mechanism": mechanism(self.name)}
 
 
 def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: dict[str, float]) -> Result | None:
-    """Compare one array over the positions that both hold, before position `stop`; None when there are none.
+    """Compare one array over the positions that both hold, before position `stop`. When B has none of those that A
+    has, no row is compared; None when A has none either.
 
     Values: equal bits, or max_abs and rel_l2 within `tolerance`. Ids: equal sets, or sets that differ only where the
-    gap at A's cut is at most the tolerance's margin; 0 is a tie. ValueError when rows have different shapes.
+    gap at A's cut is at most the tolerance's margin; 0 is a tie. ValueError when rows have different shapes, or
+    there are more of them than tokens.
     """
     kind, unit, shape = name.rpartition(".")[2], a.unit(name), a.shape(name)
     # a draft step begins with the token after its position
     end = {0: 1 << 62, -1: stop - a.prompt - (stop < len(a.tokens))}.get(unit, stop // max(unit, 1))
     bounds = [r.bounds(name, 0, end) for r in (a, b)]
     first, last = max(low for low, _ in bounds), min(high for _, high in bounds)
+    for r in (a, b):
+        if sentence := r.surplus(name):
+            raise ValueError(sentence)
+    held = max(bounds[0][1] - bounds[0][0], 0)
+    if unit == 0 and b.count(name) > a.count(name):
+        raise ValueError(f"{name} has {b.count(name)} rows in B, and {a.count(name)} in A")
     if first >= last:
-        return None
+        return Result(name, shape, "not compared", rows=(0, held)) if held else None
     out, off, errors, margins, hints = Result(name, shape), [], [], [], set()
     channels, total, same, diff2, norm2 = None, 0, 0, 0.0, 0.0
     step = max(1, BLOCK // max(1, 8 * int(np.prod(shape[1:]))))
@@ -332,6 +400,7 @@ def compare_array(name: str, a: Recording, b: Recording, stop: int, tolerance: d
             margins += (logits.amax(-1) - logits.gather(-1, y[wrong].gather(1, at))[:, 0]).tolist()
     position = {0: lambda i: -1 + 0 * i, -1: lambda i: i + a.prompt}.get(unit, lambda i: (i + 1) * unit - 1)
     out.positions = position(np.concatenate(off))
+    out.rows = last - first, held
     out.compared = int(position(first)), int(position(last - 1))
     out.errors, out.same = torch.cat(errors).numpy(), same / total
     out.rel_l2 = (diff2 / norm2) ** 0.5 if norm2 else float(diff2 > 0)
@@ -416,12 +485,13 @@ class Report:
     causes: list[Result]
     local: list[Result] | None                 # B against the model reading what B recorded
     only: tuple[list[str], list[str]]
+    partial: list[str]                         # what B holds only in part: "name (7 of 54)"
 
     def json(self) -> dict[str, Any]:
         return {"passed": self.passed, "verdict": self.verdict, "notes": self.notes,
                 "causes": [r.json() for r in self.causes], "tensors": [r.json() for r in self.results],
                 "local": self.local and [r.json() for r in self.local], "only_in_a": self.only[0],
-                "only_in_b": self.only[1]}
+                "only_in_b": self.only[1], "compared_in_part": self.partial}
 
 
 def compare(a: Recording, b: Recording, again: Recording | None = None) -> Report:
@@ -448,11 +518,20 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
 
     def compare_all(x: Recording, stop: int, tolerances: dict[str, Any]) -> list[Result]:
         names = sorted((set(x.sources) & set(b.sources)) - BOOKKEEPING, key=order)
-        found = (compare_array(name, x, b, stop, tolerances.get(name, {})) for name in names)
+        found = []
+        for name in names:
+            try:
+                found.append(compare_array(name, x, b, stop, tolerances.get(name, {})))
+            except BAD_INPUT as error:
+                raise ValueError(f"comparing {name}: {(str(error) or repr(error)).splitlines()[0]}") from error
         return [r for r in found if r is not None]
 
     only = tuple(sorted(set(x.sources) - set(y.sources) - BOOKKEEPING, key=order) for x, y in ((a, b), (b, a)))
     results = compare_all(a, stop, tolerances["free"])
+    partial = [f"{r.name} ({r.rows[0]} of {r.rows[1]})" for r in results if r.rows[0] < r.rows[1]]
+    if not apart and n < len(a.tokens):
+        partial.insert(0, f"tokens ({n} of {len(a.tokens)})")
+    results = [r for r in results if r.rows[0]]
     if not results:
         raise ValueError(f"{a.path} and {b.path} have no array in common at the same positions; B has "
                          f"{', '.join(list(b.sources)[:5])}")
@@ -469,7 +548,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
             rest = len(differing) - len(causes)
             verdict.append(f"{rest} other tensors differ from these positions on: they may all be consequences")
     else:
-        local = compare_all(again, len(b.tokens), tolerances["local"])
+        local = [r for r in compare_all(again, len(b.tokens), tolerances["local"]) if r.rows[0]]
         causes = _without_followers([r for r in local if r.differs])
         passed = all(r.status != "DIFFERENT" for r in causes)
         verdict = []
@@ -484,7 +563,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Repor
         bits = sum(r.status == "equal" for r in results)
         close = ", the others within tolerance" if bits < len(results) else ""
         verdict.insert(0, f"equal: {bits} of {len(results)} tensors bit for bit{close}")
-    return Report(results, verdict, passed, notes, causes, local, only)
+    return Report(results, verdict, passed, notes, causes, local, only, partial)
 
 
 def _another_token(a: Recording, b: Recording, at: int, tolerances: dict[str, Any]) -> tuple[list[str], bool]:
@@ -551,13 +630,14 @@ def table(rows: list[list[str]], pretty: bool) -> str:
 
 
 def result_table(results: list[Result], pretty: bool) -> str:
-    rows = [["tensor", "shape", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
+    rows = [["tensor", "shape", "compared", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
     for r in results:
         real = r.name.rpartition(".")[2] not in MARGINS
         values = [f"{r.max_abs:.3g}", f"{r.rel_l2:.2e}", f"{r.same:.3%}", str(r.ulps)]
         values = values if real else ["-", "-", values[2], "-"]
         first = "-" if r.first is None else str(r.first)
-        rows.append([r.name, "x".join(map(str, r.shape)), *values, str(r.unreal or "-"), first, r.status])
+        compared = f"{r.rows[0]} of {r.rows[1]}" if r.rows[0] < r.rows[1] else str(r.rows[0])
+        rows.append([r.name, "x".join(map(str, r.shape)), compared, *values, str(r.unreal or "-"), first, r.status])
     return table(rows, pretty)
 
 
@@ -591,7 +671,8 @@ def show(a: Recording, pretty: bool) -> str:
     lines += [f"  {key}: {m[key]}" for key in facts if m.get(key)]
     for name in sorted(a.sources, key=order):
         shape = a.shape(name)
-        x = a.rows(name, 0, max(1, BLOCK // max(1, int(np.prod(shape[1:])))))     # of a long one the first rows will do
+        some = max(1, BLOCK // max(1, int(np.prod(shape[1:]))))       # of a long one the first rows will do
+        x = a.rows(name, 0, some) if shape else a._tensor(name)
         y = x.double().flatten()
         y = y[~y.isnan()]
         stats = ["-"] * 4

@@ -303,6 +303,74 @@ def test_other_prompts_and_shapes_are_refused(image_run: Path, copy_of: Copy, tm
         assert code == 1 and words in report["error"]
 
 
+def test_what_b_holds_in_part_is_told(image_run: Path, copy_of: Copy, capsys: Capture) -> None:
+    def cut(arrays: dict[str, Tensor]) -> None:
+        arrays["layers.3.attn_out"] = arrays["layers.3.attn_out"][:7]
+        arrays["layers.4.attn_out"] = arrays["layers.4.attn_out"][:0]
+    b = copy_of(cut)
+    assert golden.main(["compare", str(image_run), str(b)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^layers\.3\.attn_out +84x\d+ +7 of 84 .* equal$", text, re.M)
+    assert "\ncompared only in part: layers.3.attn_out (7 of 84), layers.4.attn_out (0 of 84)\n" in text
+    assert text.endswith("\nPASSED on what B holds: 2 tensors in part\n")
+    code, report = compare(capsys, image_run, b)
+    assert code == 0 and len(report["compared_in_part"]) == 2
+    code, report = compare(capsys, image_run, b, "--ckpt-path", CHECKPOINT)
+    assert code == 0 and len(report["compared_in_part"]) == 2
+    def fewer_patches(arrays: dict[str, Tensor]) -> None:
+        arrays["image.vit"] = arrays["image.vit"][:5]
+    code, report = compare(capsys, image_run, copy_of(fewer_patches), "--ckpt-path", CHECKPOINT)
+    assert code == 0 and report["compared_in_part"][0].startswith("image.vit (5 of ")
+    def drop(arrays: dict[str, Tensor]) -> None:      # a subset of the tensors is whole
+        del arrays["layers.3.attn_out"]
+    assert golden.main(["compare", str(image_run), str(copy_of(drop))]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\nPASSED\n") and "in part" not in text
+    def double(arrays: dict[str, Tensor]) -> None:
+        arrays["layers.3.attn_out"] = arrays["layers.3.attn_out"].repeat(2, 1)
+    code, report = compare(capsys, image_run, copy_of(double))
+    assert code == 1 and "layers.3.attn_out has 168 rows, its tokens make 84" in report["error"]
+
+
+RUBBISH: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    ("layers.3.attn_out", lambda t: t.sum()), ("tokens", lambda t: t[0]), ("tokens", lambda t: t.float()),
+    ("layers.2.route_experts", lambda t: t - 100), ("layers.5.candidates", lambda t: t + 1000),
+    ("dspark.tokens", lambda t: t + 10**7), ("prompt_length", lambda t: t * 0 - 3), ("prompt_length", lambda t: t[:0]),
+    ("layers.1.engram_rows", lambda t: t + 10**7), ("layers.3.window_kv", lambda t: t[:, :5]),
+    ("layers.2.main_kv", lambda t: t[:, :5]), ("image.vit", lambda t: t[:, :5]),
+    ("layers.3.route_weights", lambda t: t[:, :1])]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_rubbish_in_b_is_a_sentence(checkpoint: bool, image_run: Path, copy_of: Copy, capsys: Capture) -> None:
+    more = ("--ckpt-path", CHECKPOINT) if checkpoint else ()
+    for name, change in RUBBISH:
+        code, report = compare(capsys, image_run, copy_of(lambda arrays: arrays.update({name: change(arrays[name])})),
+                               *more)
+        assert code == 1 and name in report["error"] and report["error"].count("\n") == 1, (name, report)
+
+
+def test_rubbish_in_a_map_or_manifest_is_a_sentence(image_run: Path, copy_of: Copy, tmp_path: Path,
+                                                    capsys: Capture) -> None:
+    rule, path = {"from": "(logits)", "to": "logits"}, tmp_path / "map.json"
+    for change, words in (({"do": [["view", "X"]]}, "logits cannot be read as logits: view wants one of"),
+                          ({"do": [["slice", 0]]}, "logits cannot be read as logits"), ({"do": 3}, "logits cannot be"),
+                          ({"to": "\\7"}, "the rule from '(logits)' cannot make a name"), ({"to": 7}, "(logits)"),
+                          ({"rows": [1]}, "a map's rows are"),
+                          ({"from": "step.*"}, "no rule of the map matches any of B's ")):
+        path.write_text(json.dumps({"rules": [{**rule, **change}]}))
+        code, report = compare(capsys, image_run, image_run, "--map", path)
+        assert code == 1 and words in report["error"] and report["error"].count("\n") == 1, (change, report)
+    b = copy_of(lambda arrays: None)
+    for text in ("[]", '{"config": []}'):
+        recordings.manifest_path(b).write_text(text)
+        code, report = compare(capsys, image_run, b)
+        assert code == 1 and "b.manifest.json is not a manifest" in report["error"]
+    recordings.manifest_path(b).write_text('{"config": {"vocab_size": "x"}}')
+    code, report = compare(capsys, image_run, b)
+    assert code == 1 and report["error"].count("\n") == 1
+
+
 def test_tables_are_rich_for_people_and_plain_in_a_pipe(image_run: Path, copy_of: Copy,
                                                         capsys: Capture) -> None:
     b = copy_of(lambda arrays: arrays["logits"][3, 5].add_(1))
@@ -525,6 +593,26 @@ def test_bad_input_is_a_sentence(arguments: list[str], words: str, tmp_path: Pat
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
     assert not list(tmp_path.glob("x*"))
+
+
+def test_image_tokens_without_images_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "ids.json").write_text("[11, 9, 12]")
+    assert golden.main(["record", "--ckpt-path", str(CHECKPOINT), "--device", "cpu", "--tokens",
+                        str(tmp_path / "ids.json"), "--out", str(tmp_path / "x.safetensors")]) == 1
+    assert "0 images are given for 1 image tokens 9 in the prompt" in capsys.readouterr().err
+
+
+def test_a_recording_takes_the_place_of_recordings_only(image_run: Path, tmp_path: Path, capsys: Capture) -> None:
+    notes, foreign = tmp_path / "notes.txt", tmp_path / "foreign.safetensors"
+    notes.write_text("mine")
+    save_file({"weight": torch.zeros(2)}, foreign)
+    for out, words in ((tmp_path, "is a directory"), (notes, "is not a recording"), (foreign, "is not a recording")):
+        assert golden.main(["record", "--ckpt-path", str(CHECKPOINT), "--device", "cpu", "--prompt", "x", "--out",
+                            str(out)]) == 1
+        error = capsys.readouterr().err
+        assert f"{out} " in error and words in error and error.count("\n") == 1
+    assert notes.read_text() == "mine"
+    golden.check_out(image_run)
 
 
 # ---------------------------------------------------------------------------------------------------------- larger runs
