@@ -91,7 +91,9 @@ class Chunk:
         self.starts, self.counts, self.first_seen, self.width, self.window = starts, counts, first, width, window
         self.ends = [s + c for s, c in zip(starts, counts)]
         self.appends = appends  # replay reads compressed rows and writes none
-        self.start, self.end, self.first = torch.tensor([starts, self.ends, first], device=device).unsqueeze(-1)  # [B, 1]
+        # copied without waiting for what the device still has to do, like everything else a step needs from the host
+        rows = torch.tensor([starts, self.ends, first]).to(device, non_blocking=True)
+        self.start, self.end, self.first = rows.unsqueeze(-1)                                  # [B, 1] each
         self.positions = self.start + torch.arange(width, device=device)                                      # [B, S]
         self.block = QUERY_BLOCK[device.type == "cuda"]
         self.updates: dict[tuple, Tensor] = {}
@@ -781,7 +783,7 @@ class Experts(nn.Module):
                 size += 1
             group, busy = busy[:size], busy[size:]
             first_count = [[starts[e] for e in group], [counts[e] for e in group]]
-            first, count = torch.tensor(first_count, device=x.device).unsqueeze(-1)                  # [group, 1] each
+            first, count = torch.tensor(first_count).to(x.device, non_blocking=True).unsqueeze(-1)   # [group, 1] each
             place = torch.arange(most, device=x.device)
             routes = order[torch.where(place < count, first + place, T * k)]                      # [group, most routes]
             routed = weights[routes.flatten()].view(*routes.shape, 1)
@@ -1133,7 +1135,7 @@ class Transformer(nn.Module):
         return other
 
     def _begin(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None) -> tuple[State, Tokens]:
-        x = self.embed(ids.to(self.device))                                                          # [B, S, D]
+        x = self.embed(ids.to(self.device, non_blocking=True))                                                          # [B, S, D]
         in_image = None
         if images is not None and (images.types.shape != ids.shape or
                                    int((images.types == IMAGE).sum()) != len(images.features)):

@@ -137,7 +137,8 @@ def encode_e2m1(v: Tensor) -> Tensor:
     """Nearest E2M1 codes of float32 values in [-6, 6], ties to the even code, sign of zero kept. uint8, one code each."""
     # A midpoint above an odd code rounds up, so its boundary lies just below it (bucketize counts boundaries < v).
     below = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
-    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], dtype=torch.float32, device=v.device)
+    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], dtype=torch.float32)
+    edges = edges.to(v.device, non_blocking=True)
     return torch.bucketize(v.abs(), edges, out_int32=True).to(torch.uint8) | (v.signbit().to(torch.uint8) << 3)
 
 

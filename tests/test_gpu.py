@@ -183,3 +183,18 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     count = torch.cuda.device_count() + 1
     code, out, err = Team(count, tmp_path, ["--prompt", "hi"], device="cuda").finish()
     assert (code, out) == (1, "") and err.count(f"error: {count} ranks need a CUDA device each, this machine has {count - 1}") == 1
+
+
+def test_a_decode_step_never_waits_for_the_device(checkpoints: dict[str, Path]) -> None:
+    """Neither in the model's forward of one token nor in that of drafts: only reading the logits waits."""
+    for name, exact in (("tiny", True), ("tiny", False), ("parallel", False)):
+        model = load_model(checkpoints[name], exact=exact, device="cuda", draft=True)
+        cache = model.new_cache(2, 400)
+        ids = torch.randint(11, model.config.vocab_size, (2, 330), generator=torch.Generator().manual_seed(0))
+        model(ids[:, :300], cache, logits="last")
+        for at in range(300, 310):                    # odd and even lengths, and a table's first use
+            torch.cuda.set_sync_debug_mode("error" if at > 302 else "default")
+            try:
+                model(ids[:, at : at + 1], cache, logits="last")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
