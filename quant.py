@@ -144,7 +144,9 @@ def encode_e2m1(v: Tensor) -> Tensor:
 
 def e2m1_pairs(dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """The two values of every byte of E2M1 codes, low nibble first: [256, 2] of `dtype`."""
-    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype, device=device)
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype)
+    if device is not None:
+        values = values.to(device, non_blocking=True)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2]
 
 
