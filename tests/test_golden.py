@@ -548,6 +548,7 @@ def test_the_verdict_names_a_planted_bug(bug: str, bug_free: Path, folder: Path,
     assert code == 1 and report["causes"][0]["name"] == name and word in report["verdict"][0]
 
 
+@pytest.mark.long
 def test_noise_gives_tolerances_that_pass_other_arithmetic_and_no_bug(folder: Path, capsys: Capture) -> None:
     exact = record(folder, "short", "exact", "--no-draft", decode=1)
     fast = record(folder, "short", "fast", "--fast", "--no-draft", decode=1)

@@ -161,6 +161,7 @@ generate.Transformer.forward = failing
 """
 
 
+@pytest.mark.long
 def test_an_error_in_one_rank_ends_all(tmp_path: Path) -> None:
     code, out, err = Team(2, tmp_path, ["--max-new-tokens", "99"], FAILS_IN_A_FORWARD).finish("hello\nagain\n")
     assert code == 1 and "error: rank 1: this rank is out of memory\n" in err and "not for people" not in err
