@@ -8,7 +8,7 @@
       compressed latent, open groups         Compressor                        attn.compressor.*
       hierarchical sparse indexer            Indexer, select_top               attn.indexer.*
     mixture of experts                       Gate, Experts, MoE                ffn.*
-    Single-Pass mHC, four residual streams   hyper_connection, Sinkhorn        hc_attn_*, hc_ffn_*
+    Single-Pass mHC, four residual streams   HyperConnection, Block            hc_attn_*, hc_ffn_*
     Causal Encoder-Decoder (CED)             Transformer.encode, .decode       layers.0-19 and 20-39
     Engram                                   engram.py                         engram.*
     DSpark draft head                        dspark.py                         mtp.*
@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from config import LayerPlan, ModelConfig, RopeScaling, plan_layers
 from engram import Engram, EngramIndex
-from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product, bind, cast,
-                   dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
+from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, InverseRMS, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
+                   bind, cast, constant, dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
 from vision import IMAGE, IMAGE_END, IMAGE_NEWLINE, IMAGE_START, TEXT, Aligner, VisionTower
 
 
@@ -66,14 +66,13 @@ def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Tensor:
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
-    dims before stay. `inverse` turns back (the conjugate)."""
-    width = 2 * turn.shape[-1]
-    real = torch.float64 if turn.dtype == torch.complex128 else torch.float32
-    pairs = torch.view_as_complex(cast(x[..., -width:], real).unflatten(-1, (-1, 2)))              # [..., heads, pairs]
-    turned = torch.view_as_real(pairs * (turn.conj() if inverse else turn)).flatten(-2)
-    return torch.cat([x[..., :-width], to_bf16(turned)], -1)
+    dims before stay. The conjugate of `turn` turns back."""
+    y = x.to(turn.dtype.to_real(), copy=True)
+    last = y[..., -2 * turn.shape[-1]:]
+    torch.view_as_complex(last.unflatten(-1, (-1, 2))).mul_(turn)                                  # [..., heads, pairs]
+    return to_bf16(y)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
@@ -432,7 +431,7 @@ class SparseAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, num: Numerics) -> None:
         super().__init__()
-        self.num, self.scale = num, config.head_dim ** -0.5
+        self.num, self.scale = num, constant(config.head_dim ** -0.5, num.arith)
 
     def forward(self, q: Tensor, window: Tensor, depth: int, sink: Tensor, chunk: Chunk, cache: Cache,
                 source: int | None, selection: Tensor | None) -> Tensor:
@@ -440,27 +439,29 @@ class SparseAttention(nn.Module):
         B, S, H, d = q.shape
         q = cast(q, self.num.operand(q.device))
         k = 0 if selection is None else selection.shape[-1]
-        sink = cast(sink, self.num.arith).view(1, 1, H, 1) / self.scale    # one column more: it enters the sum unscaled
+        sink = cast(sink, self.num.arith).view(1, 1, H, 1)                                # one column more, with no value
         out = []
         for q0, q1 in chunk.blocks((H * (chunk.window + chunk.block + k) * 3 + k * d * 2) * self.num.arith.itemsize):
-            Q = q1 - q0
+            Q, far = q1 - q0, None
+            asked = q if Q == S else q[:, q0:q1]
             place, hidden = chunk.window_block(q0, q1, depth)
             near = cache.window_rows.unpack(window.index_select(0, place)).view(B, -1, d)                  # [B, K, d]
-            scores = batched_product(q[:, q0:q1].reshape(B, Q * H, d), near.transpose(1, 2), self.num)     # [B, Q H, K]
-            scores = scores.view(B, Q, H, -1)
-            if hidden is not None:
-                scores.masked_fill_(hidden, -torch.inf)
-            parts = [scores]
             if k:
                 far, empty = self.gather(cache, chunk, source, selection, q0, q1)                         # [B, Q, k, d]
-                scores = batched_product(q[:, q0:q1].reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
-                scores = scores.view(B, Q, H, k)
+                if Q == 1 and hidden is None and empty is None:
+                    near, far = torch.cat([near, far.squeeze(1)], 1), None    # one query: one product over all its rows
+            scores = batched_product(asked.reshape(B, Q * H, d), near.transpose(1, 2), self.num)           # [B, Q H, K]
+            scores = scores.mul_(self.scale).view(B, Q, H, -1)
+            parts = [scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)]
+            if far is not None:
+                scores = batched_product(asked.reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
+                scores = scores.mul_(self.scale).view(B, Q, H, k)
                 parts.append(scores if empty is None else scores.masked_fill_(empty.unsqueeze(2), -torch.inf))
-            parts.append(sink.expand(B, Q, H, 1))
-            p = torch.cat(parts, -1).mul_(self.scale).softmax(-1)
+            p = torch.cat([*parts, sink.expand(B, Q, H, 1)], -1).softmax(-1)
             o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), cast(near, p.dtype)).view(B, Q, H, d)
-            if k:
-                o = o + torch.bmm(p[..., near.shape[1] : -1].reshape(B * Q, H, k), cast(far, p.dtype).view(B * Q, k, d)).view(o.shape)
+            if far is not None:
+                p = p[..., near.shape[1] : -1].reshape(B * Q, H, k)
+                o = o + torch.bmm(p, cast(far, p.dtype).view(B * Q, k, d)).view(o.shape)
             out.append(to_bf16(o))
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
@@ -651,16 +652,17 @@ class Attention(nn.Module):
         qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
         q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                      # [B, S, H, d]; no norm per head
         kv = self.kv_norm(self.wkv(quantised, True)).unsqueeze(2)                                    # [B, S, 1, d]
-        q, kv = rotate(torch.cat([q, kv], 2), table).split([self.heads, 1], 2)
+        turned = rotate(torch.cat([q, kv], 2), table)
+        q, kv = turned[:, :, :-1], turned[:, :, -1]
         ring = cache.rings["window", plan.layer]
-        window = chunk.join(ring, cache.window_rows.pack(kv.squeeze(2)), ("window", plan.layer))
+        window = chunk.join(ring, cache.window_rows.pack(kv), ("window", plan.layer))
         if plan.mode == "full":
             self.publish(x, tables, chunk, cache)                                               # the same step reads it
         if plan.mode in ("full", "reindex"):
             given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)
         o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source,
                       given.rows if plan.ratio else None)
-        return self.project(rotate(o, table, inverse=True)), given
+        return self.project(rotate(o, tables.of(plan, chunk.positions, back=True))), given
 
     def publish(self, x: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Write the main KV rows and index keys of the groups that x [B, S, D] completes to the cache."""
@@ -836,56 +838,57 @@ class MoE(nn.Module):
 
 # ----------------------------------------------------------------------------------------------------- Single-Pass mHC
 
-class Sinkhorn(nn.Module):
-    """Makes the N x N mixing matrix of the residual streams nearly doubly stochastic."""
+class HyperConnection(nn.Module):
+    """Manifold-constrained hyper-connection of N residual streams: how the next sublayer reads them (pre), where this one
+    writes (post) and how they mix (comb, nearly doubly stochastic). Nothing here is rounded."""
 
     def __init__(self, config: ModelConfig, num: Numerics) -> None:
         super().__init__()
-        N, self.iters, self.eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
+        N, self.iters, eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
+        self.num, self.streams, self.rms = num, N, InverseRMS(N * config.hidden_size, config.rms_norm_eps, num)
         # Row and column sums of a flattened matrix are products with 0/1 matrices; a constant 1 beside the matrix adds eps.
         # That makes a step two operations, and there are 39 steps twice a layer.
-        for name, sums in (("rows", np.kron(np.eye(N), np.ones((N, N)))), ("columns", np.kron(np.ones((N, N)), np.eye(N)))):
+        ones, eye = np.ones((N, N)), np.eye(N)
+        for name, sums in (("rows", np.kron(eye, ones)), ("columns", np.kron(ones, eye)), ("beside", np.eye(N * N))):
             step = np.pad(sums, (0, 1))
-            step[-1] = self.eps
+            step[-1] = eps
             step[-1, -1] = 1
             self.register_buffer(name, torch.from_numpy(step).to(num.arith), persistent=False)      # [N N + 1, N N + 1]
         part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
+        # pre = sigmoid + eps, post = 2 sigmoid
+        for name, values in (("factor", [1, 2, 0]), ("shift", [eps, 0, 0])):
+            self.register_buffer(name, torch.from_numpy(np.array(values)[part]).to(num.arith), persistent=False)
 
-    def forward(self, logits: Tensor) -> Tensor:                                                     # [..., N, N]
+    def forward(self, x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Streams x [T, N, D] in the arithmetic dtype -> pre [T, N], post [T, N] and comb [T, N, N], comb[i, j] from stream i to
+        stream j."""
+        N, arith, x = self.streams, self.num.arith, x.flatten(1)
+        mix = F.linear(x, cast(fn, arith)) * self.rms(x)                                             # [T, (2 + N) N]
+        mix = torch.addcmul(cast(base, arith), mix, cast(scale, arith).index_select(0, self.part))
+        gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)
+        return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))
+
+    def sinkhorn(self, logits: Tensor) -> Tensor:                                                    # [T, N, N]
         rows, columns = self.rows, self.columns
-        comb = F.pad((logits.softmax(-1) + self.eps).flatten(-2).flatten(0, -2), (0, 1), value=1.0)  # [T, N N + 1]
-        sums = torch.empty_like(comb)
-        comb.div_(torch.mm(comb, columns, out=sums))
+        comb = torch.addmm(self.beside[-1], logits.softmax(-1).flatten(1), self.beside[:-1])         # + eps; [T, N N + 1]
+        sums, divide = torch.empty_like(comb), comb.div_
+        divide(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):
-            comb.div_(torch.mm(comb, rows, out=sums))
-            comb.div_(torch.mm(comb, columns, out=sums))
+            divide(torch.mm(comb, rows, out=sums))
+            divide(torch.mm(comb, columns, out=sums))
         return comb[:, :-1].view(logits.shape)
 
 
-def hyper_connection(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn: Sinkhorn,
-                     eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Manifold-constrained hyper-connection of streams x [B, S, N, D] in the arithmetic dtype: how the next sublayer reads
-    them (pre [B, S, N]), where this one writes (post [B, S, N]) and how they mix (comb [B, S, N, N], comb[i, j] from stream i to stream j). Nothing here is rounded."""
-    arith, N = sinkhorn.rows.dtype, x.shape[-2]
-    x = cast(x, arith).flatten(-2)
-    mean = (torch.linalg.vecdot(x, x) / x.shape[-1]).unsqueeze(-1)
-    mix = F.linear(x, cast(fn, arith)) * (mean + eps).rsqrt()                                        # [B, S, (2 + N) N]
-    mix = torch.addcmul(cast(base, arith), mix, cast(scale, arith).index_select(0, sinkhorn.part))
-    gates = mix[..., : 2 * N].sigmoid()
-    comb = sinkhorn(mix[..., 2 * N :].unflatten(-1, (N, N)))
-    return gates[..., :N] + sinkhorn.eps, 2 * gates[..., N:], comb
-
-
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """Read the streams: sum_i pre_i x_i, rounded once. [B, S, N, D], [B, S, N] -> bf16 [B, S, D]."""
+    """Read the streams: sum_i pre_i x_i, rounded once. [..., N, D], [..., N] -> bf16 [..., D]."""
     return to_bf16((pre.unsqueeze(-2) @ cast(x, pre.dtype)).squeeze(-2))
 
 
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Write a sublayer's y [B, S, D]: stream j becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
-    weights = torch.cat([comb.transpose(-1, -2), post.unsqueeze(-1)], -1)                            # [B, S, N, N + 1]
-    return to_bf16(weights @ cast(torch.cat([x, cast(y, x.dtype).unsqueeze(-2)], -2), comb.dtype))
+    """Write a sublayer's y [T, D]: stream j of x [T, N, D] becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
+    written = post.unsqueeze(-1) * cast(y, post.dtype).unsqueeze(-2)                                 # [T, N, D]
+    return to_bf16(torch.baddbmm(written, comb.transpose(-1, -2), cast(x, post.dtype)))
 
 
 class Block(nn.Module):
@@ -895,7 +898,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, plan: LayerPlan, num: Numerics, ranks: Ranks) -> None:
         super().__init__()
         c, N = config, config.hc_mult
-        self.plan, self.eps = plan, c.rms_norm_eps
+        self.plan, self.num = plan, num
         draft = plan.part == "draft"
         self.attn_norm, self.ffn_norm = (RMSNorm(c.hidden_size, c.rms_norm_eps, num) for _ in range(2))
         self.attn = Attention(c, plan, num, ranks)
@@ -905,22 +908,20 @@ class Block(nn.Module):
             for name, shape in (("fn", ((2 + N) * N, N * c.hidden_size)), ("base", ((2 + N) * N,)), ("scale", (3,))):
                 parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
                 self.register_parameter(f"hc_{sublayer}_{name}", parameter)
-        self.sinkhorn = Sinkhorn(c, num)
+        self.mix = HyperConnection(c, num)
         self.engram = Engram(c, plan.engram, num, ranks) if plan.engram is not None else None
 
     def forward(self, x: Tensor, pre_mix: Tensor, given: Selection | None, tables: Tables, chunk: Chunk, cache: Cache,
                 in_image: Tensor | None) -> tuple[Tensor, Tensor, Selection | None]:
         """Streams x [B, S, N, D] bf16, pre_mix [B, S, N] -> the same after the layer, and the selection handed up."""
-        arith = pre_mix.dtype
-        streams = cast(x, arith)
-        pre, post, comb = hyper_connection(
-            streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.sinkhorn, self.eps)
-        a, given = self.attn(self.attn_norm(collapse(streams, pre_mix)), given, tables, chunk, cache)
-        streams = cast(write_streams(a, streams, post, comb), arith)
-        next_pre, post, comb = hyper_connection(
-            streams, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.sinkhorn, self.eps)
-        f = self.ffn(self.ffn_norm(collapse(streams, pre)), in_image)
-        return write_streams(f, streams, post, comb), next_pre, given
+        (B, S, N, D), arith = x.shape, self.num.arith
+        x, pre = cast(x, arith).flatten(0, 1), pre_mix.flatten(0, 1)                                 # [T, N, D], [T, N]
+        attn_pre, post, comb = self.mix(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        a, given = self.attn(self.attn_norm(collapse(x, pre).view(B, S, D)), given, tables, chunk, cache)
+        x = cast(write_streams(a.flatten(0, 1), x, post, comb), arith)
+        ffn_pre, post, comb = self.mix(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        f = self.ffn(self.ffn_norm(collapse(x, attn_pre).view(B, S, D)), in_image)
+        return write_streams(f.flatten(0, 1), x, post, comb).view(B, S, N, D), ffn_pre.view(B, S, N), given
 
     def publish(self, x: Tensor, pre_mix: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Only the global KV of streams x, for tokens that this layer and those after it will not process."""
@@ -934,14 +935,16 @@ class Tables:
 
     def __init__(self, plain: Tensor, yarn: Tensor, arith: torch.dtype) -> None:
         self.freqs, self.arith = (plain, yarn), arith
-        self._made: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[bool, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def of(self, plan: LayerPlan, positions: Tensor) -> Tensor:
-        """Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for everything in the layer."""
+    def of(self, plan: LayerPlan, positions: Tensor, back: bool = False) -> Tensor:
+        """Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for everything in the layer. `back`:
+        the inverse rotation."""
         key = plan.ratio > 0, id(positions)   # the entry holds the positions, so the id stays theirs
         if key not in self._made:
-            self._made[key] = positions, rotation(positions, self.freqs[key[0]], self.arith)
-        return self._made[key][1]
+            turn = rotation(positions, self.freqs[key[0]], self.arith)
+            self._made[key] = positions, turn, turn.conj().resolve_conj()
+        return self._made[key][2 if back else 1]
 
 
 class ImageTokens(NamedTuple):

@@ -19,6 +19,7 @@ The quantisers are literal float32 in both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Callable
 
 import torch
@@ -47,7 +48,7 @@ class Numerics:
     arith: torch.dtype = torch.float32
     fake_quant: FakeQuant = field(default_factory=FakeQuant)
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         return self.arith == torch.float64
 
@@ -94,9 +95,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else _CASTS[dtype](x)
 
 
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a 0-dim tensor on the host, which any device takes as an operand. An operation makes one out of a Python
+    number at every call, and for a token that takes longer than the operation."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def to_bf16(x: Tensor) -> Tensor:
     """Round to bfloat16. A float64 result goes through float32: rounding it directly changes most arrays."""
-    return x.float().bfloat16()
+    return cast(x, torch.float32).bfloat16()
 
 
 # ------------------------------------------------------------------------------------------------------ block formats
@@ -123,14 +130,12 @@ E4M3_E8M0 = BlockFormat("E4M3 in blocks of 32 with E8M0 scales", "e4m3", 32, "e8
 E2M1_E8M0 = BlockFormat("E2M1 in blocks of 32 with E8M0 scales", "e2m1", 32, "e8m0", 6.0, 6 * 2.0**-126)
 E2M1_E4M3 = BlockFormat("E2M1 in blocks of 16 with E4M3 scales", "e2m1", 16, "e4m3", 6.0, 6 * 2.0**-9)
 
-# float32 reciprocals: the released quantisers multiply by them, they do not divide
-_RECIPROCAL = {448.0: float.fromhex("0x1.24924ap-9"), 6.0: float.fromhex("0x1.555556p-3")}
-
-
-def ceil_pow2(x: Tensor) -> Tensor:
-    """Least power of two >= x, for positive normal float32 x, read off the bits: a mantissa carries into the exponent."""
-    # NaN is taken down to inf first, or the sum would wrap around and a broken value pass as zero
-    return ((x.view(torch.int32).clamp_max(0x7F800000) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+# The scale 2^ceil(log2(amax / largest)) of a bfloat16 amax is the exponent of amax times this: `largest` is 1.75 * 2^8 or
+# 1.5 * 2^2, the next bfloat16 mantissas are 1.7578 and 1.5078, and only these become 2 or more when 1.14 or 1.33 takes them.
+_STRETCH = {448.0: constant(1.14 * 2.0**-8, torch.float32), 6.0: constant(1.33 * 2.0**-2, torch.float32)}
+_EXPONENT = constant(0x7F800000, torch.int32)
+_SIX, _SHIFT, _E4M3_BITS, _BIAS = (constant(v, d) for v, d in (
+    (6, torch.float32), (20, torch.int32), (-0x78100000, torch.int32), (2.0**120, torch.float32)))
 
 
 def encode_e2m1(v: Tensor) -> Tensor:
@@ -166,8 +171,8 @@ def decode_e4m3(codes: Tensor) -> Tensor:
         return codes.float()
     # The library's cast is slow on CPUs. Sign, four exponent bits and three mantissa bits shifted into float32's places;
     # 2**120 mends the bias, also for subnormals.
-    bits = (codes.view(torch.int8).int() << 20) & -0x78100000  # 0x87F00000 as int32
-    return bits.view(torch.float32) * 2.0**120
+    bits = codes.view(torch.int8).int().bitwise_left_shift_(_SHIFT).bitwise_and_(_E4M3_BITS)   # 0x87F00000
+    return bits.view(torch.float32).mul_(_BIAS)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
@@ -176,11 +181,11 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    blocks = x.float().reshape(*x.shape[:-1], -1, fmt.block)                           # [..., n/block, block]
+    blocks = cast(x, torch.float32).reshape(*x.shape[:-1], -1, fmt.block)              # [..., n/block, block]
     amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)                           # [..., n/block, 1]
-    if fmt.scale == "e8m0":
-        return blocks, ceil_pow2(amax.mul_(_RECIPROCAL[fmt.largest]))
-    return blocks, (amax / 6).clamp_max(448).to(torch.float8_e4m3fn).float()           # a division; not a power of two
+    if fmt.scale == "e8m0":  # infinite for an amax that is not finite
+        return blocks, amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+    return blocks, (amax / _SIX).clamp_max(448).to(torch.float8_e4m3fn).float()        # a division; not a power of two
 
 
 def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -192,11 +197,11 @@ def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     if x.shape[-1] % fmt.block:
         raise ValueError(f"a row of {x.shape[-1]} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
     blocks, scale = _block_scales(x, fmt)
-    v = (blocks / scale).clamp(-fmt.largest, fmt.largest).flatten(-2)                  # [..., n]
-    if fmt.scale == "e8m0":
-        scale_codes = (scale.view(torch.int32) >> 23).to(torch.uint8).squeeze(-1)
-    else:
-        scale_codes = scale.to(torch.float8_e4m3fn).view(torch.uint8).squeeze(-1)
+    v = blocks / scale
+    if fmt.scale == "e4m3":      # a power of two is never less than amax / largest, a rounded scale may be
+        v = v.clamp_(-fmt.largest, fmt.largest)
+    scale_codes = scale.to(torch.float8_e8m0fnu if fmt.scale == "e8m0" else torch.float8_e4m3fn).view(torch.uint8).squeeze(-1)
+    v = v.flatten(-2)                                                                  # [..., n]
     if fmt.element == "e4m3":
         return v.to(torch.float8_e4m3fn).view(torch.uint8), scale_codes
     codes = encode_e2m1(v)
@@ -372,19 +377,27 @@ class Linear(nn.Module):
         return to_bf16(y) if self.out_dtype == torch.bfloat16 else y if self.out_dtype is None else cast(y, self.out_dtype)
 
 
+class InverseRMS:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]."""
+
+    def __init__(self, width: int, eps: float, num: Numerics) -> None:
+        self.mean, self.eps = 1 / width, constant(eps, num.arith)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return torch.addcmul(self.eps, norm, norm, value=self.mean).rsqrt_()
+
+
 class RMSNorm(nn.Module):
     """to_bf16(weight * x / sqrt(mean(x^2) + eps)) over the last axis; the weight is bfloat16, the sum unrounded."""
 
     def __init__(self, width: int, eps: float, num: Numerics) -> None:
         super().__init__()
-        self.num, self.eps = num, eps
+        self.num, self.eps, self.rms = num, eps, InverseRMS(width, eps, num)
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:                                                       # [..., width], bf16
-        arith = self.num.arith
-        x, weight = cast(x, arith), cast(self.weight, arith)
-        if x.is_cuda:
-            return to_bf16(F.rms_norm(x, x.shape[-1:], weight, self.eps))
-        # the same by hand: on CPUs the library's takes three times as long for a token
-        mean = torch.linalg.vecdot(x, x).unsqueeze(-1) / x.shape[-1]
-        return to_bf16(x * (mean + self.eps).rsqrt() * weight)
+        x = cast(x, self.num.arith)
+        if x.is_cuda:                      # one launch; on CPUs the library's takes three times as long for a token
+            return to_bf16(F.rms_norm(x, x.shape[-1:], cast(self.weight, x.dtype), self.eps))
+        return to_bf16(x * self.rms(x) * self.weight)

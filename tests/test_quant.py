@@ -24,7 +24,6 @@ from quant import (
     Ranks,
     RMSNorm,
     RowCodec,
-    ceil_pow2,
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
@@ -94,11 +93,17 @@ def test_e2m1_codes_of_every_bf16_value_in_range_equal_the_twin() -> None:
     assert encode_e2m1(x.float()).numpy().tolist() == twin.e2m1_codes(x.double().numpy()).tolist()
 
 
-def test_ceil_pow2_is_the_least_power_not_below() -> None:
-    x = torch.cat([every_bf16().float(), normal(4000).float() * 3])
-    x = x[(x >= 2.0**-126) & (x < 2.0**126)]
-    mantissa, exponent = torch.frexp(x.double())
-    assert torch.equal(ceil_pow2(x).double(), torch.exp2((exponent - (mantissa == 0.5).int()).double()))
+@pytest.mark.parametrize("fmt", [E4M3_E8M0, E2M1_E8M0], ids=["e4m3_e8m0", "e2m1_e8m0"])
+def test_scales_of_every_amax_are_those_of_the_literal_rule(fmt: BlockFormat) -> None:
+    """The rule as it is published: the float32 product of amax with the float32 reciprocal of the largest element, and the
+    least power of two that is not below it."""
+    amax = every_bf16()[every_bf16() >= 0]
+    x = torch.zeros(len(amax), fmt.block, dtype=torch.bfloat16)
+    x[:, 3] = -amax
+    quotient = amax.float().clamp_min(fmt.floor) * torch.tensor(1 / fmt.largest)
+    mantissa, exponent = torch.frexp(quotient.double())
+    want = torch.exp2((exponent - (mantissa == 0.5).int()).double())
+    assert torch.equal(decode_e8m0(quantise(x, fmt)[1]).flatten().double(), want)
 
 
 def test_to_bf16_goes_through_float32() -> None:
