@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from convert import RandomWeights
-from model import Cache, ModelConfig, Transformer
+from model import Cache, Experts, ModelConfig, Transformer
 from quant import Linear, Numerics, bind
 
 # ------------------------------------------------------------------------------------------------------- a checkpoint
@@ -107,7 +107,7 @@ def random_model(config: ModelConfig, num: Numerics, device: torch.device, seed:
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
-        if isinstance(module, Linear):
+        if isinstance(module, (Experts, Linear)):
             module.prepare()
     bind(model)
     return model
@@ -228,14 +228,15 @@ class PartTimer:
     """Times the parts of forwards by events around modules; parts inside others are taken out of them."""
 
     KINDS = {"Linear": "projections", "Compressor": "projections", "Indexer": "indexer", "SparseAttention": "gather + attention",
-             "ExpertWeight": "dequantisation", "Experts": "experts"}
+             "Experts": "experts"}
 
     def __init__(self, model: Transformer) -> None:
         self.spans: list[tuple[str, Any, Any]] = []
         self.open: list[Any] = []
         self.depth = 0
         self.cuda = model.device.type == "cuda"
-        self.handles = []
+        self.handles: list[Any] = []
+        self.patched: list[Experts] = []
         for name, module in model.named_modules():
             part = self.KINDS.get(type(module).__name__)
             nested = ".indexer." in name or ".compressor." in name
@@ -243,6 +244,15 @@ class PartTimer:
                 self.handles.append(module.register_forward_pre_hook(lambda *_: self.open.append(self.mark())))
                 self.handles.append(module.register_forward_hook(lambda *_, part=part: self.spans.append(
                     (part, self.open.pop(), self.mark()))))
+            if part == "experts":                            # whose dequantisation is a method
+                module.dense = lambda experts, dense=module.dense: self.dequantise(dense, experts)
+                self.patched.append(module)
+
+    def dequantise(self, dense: Callable[[Tensor], Any], experts: Tensor) -> Any:
+        begin = self.mark()
+        weights = dense(experts)
+        self.spans.append(("dequantisation", begin, self.mark()))
+        return weights
 
     def mark(self) -> Any:
         if not self.cuda:
@@ -255,6 +265,8 @@ class PartTimer:
         """Seconds of each part per forward, given the `total` of a forward; the last part is what is left."""
         for handle in self.handles:
             handle.remove()
+        for module in self.patched:
+            del module.dense
         if self.cuda:
             torch.cuda.synchronize()
         spent = dict.fromkeys(PARTS, 0.0)

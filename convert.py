@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from dspark import DSpark
 from engram import EngramIndex, EngramTable, TableRows, build_token_map
-from model import ModelConfig, Transformer, plan_layers
+from model import Experts, ModelConfig, Transformer, plan_layers
 from quant import bind, E2M1, FakeQuant, Linear, Numerics, Ranks
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
@@ -842,7 +842,7 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             weight, scale = stored[f"{full}.weight"], stored[f"{full}.scale"]
             first = 0 if checkpoint.ranks is None else parts[f"{full}.weight"].start
             module.attach(TableRows.mapped(weight.path, f"{full}.weight", scale.path, f"{full}.scale", first))
-        elif isinstance(module, Linear) and module not in maps:
+        elif isinstance(module, Experts) or isinstance(module, Linear) and module not in maps:
             module.prepare()
     bind(model)
     model.engram_index, model.checkpoint = engram_index, checkpoint.directory

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from config import LayerPlan, ModelConfig, RopeScaling, plan_layers
 from engram import Engram, EngramIndex
-from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, InverseRMS, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
-                   bind, cast, constant, dequantise, e2m1_pairs, fake_quantise, product, to_bf16)
+from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
+                   bind, cast, constant, dequantise, e2m1_pairs, fake_quantise, inverse_rms, product, to_bf16)
 from vision import IMAGE, IMAGE_END, IMAGE_NEWLINE, IMAGE_START, TEXT, Aligner, VisionTower
 
 
@@ -733,21 +733,18 @@ class ExpertWeight(nn.Module):
         scale = torch.empty(experts, out_features, in_features // 32, dtype=torch.float8_e8m0fnu)
         self.weight, self.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
         self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # reads packed experts from a file (--offload)
-        self.pairs: Tensor | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeight:
         return self if self.store is not None else super()._apply(fn, recurse)   # what is on disk stays there
 
-    def forward(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dense weights [n, out, in] of experts [n]: dequantised on use, exact in bfloat16."""
+    def packed(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [n, out * in / 2] and scales uint8 [n, out * in / 32] of experts [n]."""
         if self.store is not None:
-            weight, scale = (t.to(experts.device) for t in self.store(experts))
-        else:
-            weight = self.weight.index_select(0, experts)
-            scale = self.scale.view(torch.uint8).index_select(0, experts)
-        if self.pairs is None or self.pairs.dtype != dtype or self.pairs.device != experts.device:
-            self.pairs = e2m1_pairs(dtype, experts.device)
-        return dequantise(weight.view(torch.uint8), scale.view(torch.uint8), E2M1_E8M0, dtype, self.pairs)
+            both = (t.to(experts.device) for t in self.store(experts))
+        else:  # selected as bytes: not every operation knows the narrow types
+            both = (t.view(torch.uint8).index_select(0, experts) for t in (self.weight, self.scale))
+        codes, scales = (t.view(torch.uint8).flatten(1) for t in both)
+        return codes, scales
 
 
 class Experts(nn.Module):
@@ -755,8 +752,48 @@ class Experts(nn.Module):
         super().__init__()
         self.num, self.ranks, self.limit = num, ranks, config.swiglu_limit
         self.local = ranks.slice(experts, "the number of experts")
-        D, I = config.hidden_size, config.moe_intermediate_size
+        D, I = self.shape = config.hidden_size, config.moe_intermediate_size
         self.w1, self.w2, self.w3 = (ExpertWeight(self.local, *shape) for shape in ((I, D), (D, I), (I, D)))
+        self.rows: tuple[Tensor, Tensor] | None = None
+        self.pairs: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Lay the packed matrices of an expert side by side, after loading, so that one look-up finds an expert and one
+        dequantisation serves it: codes uint8 [E, 3 I D / 2] and scales uint8 [E, 3 I D / 32], w1, w3, w2. The parameters
+        become views of them."""
+        matrices = (self.w1, self.w3, self.w2)
+        if any(w.store is not None or w.weight.is_meta for w in matrices):
+            return
+        rows = []
+        for leaf in ("weight", "scale"):
+            parts = [getattr(w, leaf) for w in matrices]
+            rows.append(torch.cat([p.view(torch.uint8).flatten(1) for p in parts], 1))
+            sizes = [p[0].numel() for p in parts]
+            for w, p, part in zip(matrices, parts, rows[-1].split(sizes, 1)):
+                setattr(w, leaf, nn.Parameter(part.view(p.dtype).view(p.shape), requires_grad=False))
+        self.rows = tuple(rows)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        prepared, self.rows = self.rows is not None, None            # parameters move one by one, the views end there
+        super()._apply(fn, recurse)
+        if prepared:
+            self.prepare()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "rows": None}                       # so does a copy's
+
+    def dense(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of experts [n], dequantised on use, exact in bfloat16: w1 above w3 [n, 2 I, D] and w2 [n, D, I]."""
+        dtype, (D, I) = self.num.operand(experts.device), self.shape
+        if self.rows is not None:
+            codes, scales = (rows.index_select(0, experts) for rows in self.rows)
+        else:
+            codes, scales = (torch.cat(parts, 1) for parts in zip(*(w.packed(experts) for w in (self.w1, self.w3, self.w2))))
+        if self.pairs is None or self.pairs.dtype != dtype or self.pairs.device != experts.device:
+            self.pairs = e2m1_pairs(dtype, experts.device)
+        values = dequantise(codes, scales, E2M1_E8M0, dtype, self.pairs)
+        return values[:, : 2 * I * D].view(-1, 2 * I, D), values[:, 2 * I * D:].view(-1, D, I)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, D] (quantised), routes [T, k] -> the unrounded sum over each token's experts of this rank, [T, D]."""
@@ -794,19 +831,18 @@ class Experts(nn.Module):
 
     def fits(self, experts: int, routes: int, x: Tensor) -> bool:
         """Whether so many experts, dequantised, with so many routes each stay within the working set."""
-        D, I = x.shape[-1], self.w1.weight.shape[1]
+        D, I = self.shape
         return experts * (3 * D * I + routes * (2 * D + 3 * I)) * self.num.arith.itemsize <= WORKING_SET[x.is_cuda]
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [n, t, D] through experts [n] with routing weights [n, t, 1], applied before w2 and its quantisation."""
-        operand, arith = self.num.operand(x.device), self.num.arith
-        x = cast(x, operand)
-        gate = cast(to_bf16(batched_product(x, self.w1(experts, operand).transpose(1, 2), self.num)), arith)
-        up = cast(to_bf16(batched_product(x, self.w3(experts, operand).transpose(1, 2), self.num)), arith)
+        operand, (w13, w2) = self.num.operand(x.device), self.dense(experts)
+        gate_up = to_bf16(batched_product(cast(x, operand), w13.transpose(1, 2), self.num))          # [n, t, 2 I]
+        gate, up = cast(gate_up, self.num.arith).chunk(2, -1)
         hidden = swiglu(gate, up, self.limit, weights)                                               # [n, t, I]
         if self.num.fake_quant.activations:
             hidden = fake_quantise(hidden, E4M3_E8M0, operand)
-        return to_bf16(batched_product(cast(hidden, operand), self.w2(experts, operand).transpose(1, 2), self.num))
+        return to_bf16(batched_product(cast(hidden, operand), w2.transpose(1, 2), self.num))
 
 
 class SharedExperts(nn.Module):
@@ -845,7 +881,7 @@ class HyperConnection(nn.Module):
     def __init__(self, config: ModelConfig, num: Numerics) -> None:
         super().__init__()
         N, self.iters, eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
-        self.num, self.streams, self.rms = num, N, InverseRMS(N * config.hidden_size, config.rms_norm_eps, num)
+        self.num, self.streams, self.eps = num, N, constant(config.rms_norm_eps, num.arith)
         # Row and column sums of a flattened matrix are products with 0/1 matrices; a constant 1 beside the matrix adds eps.
         # That makes a step two operations, and there are 39 steps twice a layer.
         ones, eye = np.ones((N, N)), np.eye(N)
@@ -864,7 +900,7 @@ class HyperConnection(nn.Module):
         """Streams x [T, N, D] in the arithmetic dtype -> pre [T, N], post [T, N] and comb [T, N, N], comb[i, j] from stream i to
         stream j."""
         N, arith, x = self.streams, self.num.arith, x.flatten(1)
-        mix = F.linear(x, cast(fn, arith)) * self.rms(x)                                             # [T, (2 + N) N]
+        mix = F.linear(x, cast(fn, arith)) * inverse_rms(x, self.eps)                                             # [T, (2 + N) N]
         mix = torch.addcmul(cast(base, arith), mix, cast(scale, arith).index_select(0, self.part))
         gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))

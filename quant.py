@@ -103,7 +103,7 @@ def constant(value: float, dtype: torch.dtype) -> Tensor:
 
 def to_bf16(x: Tensor) -> Tensor:
     """Round to bfloat16. A float64 result goes through float32: rounding it directly changes most arrays."""
-    return cast(x, torch.float32).bfloat16()
+    return (x if x.dtype == torch.float32 else x.float()).bfloat16()
 
 
 # ------------------------------------------------------------------------------------------------------ block formats
@@ -138,13 +138,23 @@ _SIX, _SHIFT, _E4M3_BITS, _BIAS = (constant(v, d) for v, d in (
     (6, torch.float32), (20, torch.int32), (-0x78100000, torch.int32), (2.0**120, torch.float32)))
 
 
+# Where one E2M1 magnitude gives way to the next, ties to the even code. A midpoint above an odd code rounds up, so its
+# boundary lies just below it (bucketize counts boundaries < v).
+_EDGES = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in (
+    (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))])
+_MAGNITUDES = torch.tensor(E2M1)
+
+
 def encode_e2m1(v: Tensor) -> Tensor:
     """Nearest E2M1 codes of float32 values in [-6, 6], ties to the even code, sign of zero kept. uint8, one code each."""
-    # A midpoint above an odd code rounds up, so its boundary lies just below it (bucketize counts boundaries < v).
-    below = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
-    edges = torch.tensor([t * (1 - 2.0**-24) if up else t for t, up in below], dtype=torch.float32)
-    edges = edges.to(v.device, non_blocking=True)
-    return torch.bucketize(v.abs(), edges, out_int32=True).to(torch.uint8) | (v.signbit().to(torch.uint8) << 3)
+    codes = torch.bucketize(v.abs(), _EDGES.to(v.device, non_blocking=True), out_int32=True).to(torch.uint8)
+    return codes | (v.signbit().to(torch.uint8) << 3)
+
+
+def round_e2m1(v: Tensor) -> Tensor:
+    """The nearest E2M1 values themselves, float32."""
+    codes = torch.bucketize(v.abs(), _EDGES.to(v.device, non_blocking=True), out_int32=True)
+    return _MAGNITUDES.to(v.device, non_blocking=True).index_select(0, codes.flatten()).view(v.shape).copysign_(v)
 
 
 def e2m1_pairs(dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
@@ -180,12 +190,15 @@ def decode_e8m0(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e8m0fnu).float()
 
 
-def _block_scales(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    blocks = cast(x, torch.float32).reshape(*x.shape[:-1], -1, fmt.block)              # [..., n/block, block]
-    amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)                           # [..., n/block, 1]
-    if fmt.scale == "e8m0":  # infinite for an amax that is not finite
-        return blocks, amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
-    return blocks, (amax / _SIX).clamp_max(448).to(torch.float8_e4m3fn).float()        # a division; not a power of two
+def _in_blocks(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    """x / scale [..., n/block, block], within the range of the elements, and scale [..., n/block, 1]: float32."""
+    blocks = cast(x, torch.float32).reshape(*x.shape[:-1], -1, fmt.block)
+    amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)
+    if fmt.scale == "e8m0":  # never less than amax / largest, and infinite for an amax that is not finite
+        scale = amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+        return blocks / scale, scale
+    scale = (amax / _SIX).clamp_max(448).to(torch.float8_e4m3fn).float()               # a division; not a power of two
+    return (blocks / scale).clamp_(-fmt.largest, fmt.largest), scale
 
 
 def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -196,10 +209,7 @@ def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] % fmt.block:
         raise ValueError(f"a row of {x.shape[-1]} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
-    blocks, scale = _block_scales(x, fmt)
-    v = blocks / scale
-    if fmt.scale == "e4m3":      # a power of two is never less than amax / largest, a rounded scale may be
-        v = v.clamp_(-fmt.largest, fmt.largest)
+    v, scale = _in_blocks(x, fmt)
     scale_codes = scale.to(torch.float8_e8m0fnu if fmt.scale == "e8m0" else torch.float8_e4m3fn).view(torch.uint8).squeeze(-1)
     v = v.flatten(-2)                                                                  # [..., n]
     if fmt.element == "e4m3":
@@ -224,13 +234,11 @@ def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dty
 
 
 def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """dequantise(quantise(x)) of bfloat16 values [..., n]; the values are exact in bfloat16 whatever `dtype` holds them."""
-    if fmt.element == "e4m3":  # the same without the detour through packed bytes
-        blocks, scale = _block_scales(x, fmt)
-        # amax / scale <= 448 by construction, so the clamp of the definition has nothing to do here
-        return cast(decode_e4m3((blocks / scale).to(torch.float8_e4m3fn)).mul_(scale), dtype).flatten(-2)
-    codes, scales = quantise(x, fmt)
-    return dequantise(codes, scales, fmt, dtype)
+    """dequantise(quantise(x)) of bfloat16 values [..., n], without the detour through packed bytes; the values are exact in
+    bfloat16 whatever `dtype` holds them."""
+    v, scale = _in_blocks(x, fmt)
+    v = decode_e4m3(v.to(torch.float8_e4m3fn)) if fmt.element == "e4m3" else round_e2m1(v)
+    return cast(v.mul_(scale), dtype).flatten(-2)
 
 
 class RowCodec:
@@ -259,6 +267,8 @@ class RowCodec:
 
 def product(x: Tensor, weight: Tensor, arith: torch.dtype) -> Tensor:
     """x [..., K] @ weight [N, K]^T of bfloat16-valued operands, accumulated and returned in the arithmetic dtype."""
+    if x.dtype == weight.dtype == arith:
+        return F.linear(x, weight)
     if arith == torch.float32 and x.is_cuda and weight.dtype == torch.bfloat16:
         y = torch.mm(x.flatten(0, -2).to(torch.bfloat16), weight.T, out_dtype=torch.float32)
         return y.view(*x.shape[:-1], -1)
@@ -269,7 +279,7 @@ def batched_product(a: Tensor, b: Tensor, num: Numerics) -> Tensor:
     """a [n, m, K] @ b [n, K, p] of bfloat16-valued operands, accumulated and returned in the arithmetic dtype."""
     if a.is_cuda and not num.exact:
         return torch.bmm(cast(a, torch.bfloat16), cast(b, torch.bfloat16), out_dtype=torch.float32)
-    return torch.bmm(cast(a, num.arith), cast(b, num.arith))
+    return torch.bmm(a, b) if a.dtype == b.dtype == num.arith else torch.bmm(cast(a, num.arith), cast(b, num.arith))
 
 
 def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -308,7 +318,7 @@ class Linear(nn.Module):
                  out_dtype: torch.dtype | None = torch.bfloat16, reduce: Ranks | None = None,
                  quantise_input: bool = True) -> None:
         super().__init__()
-        self.num, self.out_dtype, self.reduce = num, out_dtype, reduce
+        self.num, self.out_dtype, self.reduce = num, out_dtype, None if reduce is None or reduce.size == 1 else reduce
         self.quantised = weight_format == "fp8" and quantise_input and num.fake_quant.activations
         dtype = torch.float8_e4m3fn if weight_format == "fp8" else torch.bfloat16
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
@@ -346,7 +356,7 @@ class Linear(nn.Module):
     def dense_weight(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The weight, or some rows of it from a multiple of 32 on, dense: in the dtype of `prepare` or else in this one."""
         if self.dense is not None:
-            return self.dense[rows]
+            return self.dense if rows == slice(None) else self.dense[rows]
         if self.weight.dtype == torch.bfloat16:
             return self.weight[rows].to(dtype)
         scale = self.scale[rows] if rows == slice(None) else self.scale[rows.start // 32 : -(-rows.stop // 32)]
@@ -357,8 +367,9 @@ class Linear(nn.Module):
         return fake_quantise(x, E4M3_E8M0, self.num.operand(x.device)) if self.quantised else x
 
     def forward(self, x: Tensor, quantised: bool = False) -> Tensor:                              # [..., K] -> [..., N]
-        x = x if quantised else self.quantise_input(x)
         dense, dtype = self.dense, self.num.operand(x.device)
+        if self.quantised and not quantised:
+            x = fake_quantise(x, E4M3_E8M0, dtype)
         if dense is not None and dense.dtype == dtype:
             y = product(x, dense, self.num.arith)
         else:                                                # some rows at a time: a float64 copy of the head is 5 GB
@@ -377,15 +388,10 @@ class Linear(nn.Module):
         return to_bf16(y) if self.out_dtype == torch.bfloat16 else y if self.out_dtype is None else cast(y, self.out_dtype)
 
 
-class InverseRMS:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]."""
-
-    def __init__(self, width: int, eps: float, num: Numerics) -> None:
-        self.mean, self.eps = 1 / width, constant(eps, num.arith)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.addcmul(self.eps, norm, norm, value=self.mean).rsqrt_()
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: a `constant` of x's dtype."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 class RMSNorm(nn.Module):
@@ -393,11 +399,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, num: Numerics) -> None:
         super().__init__()
-        self.num, self.eps, self.rms = num, eps, InverseRMS(width, eps, num)
+        self.arith, self.eps = num.arith, constant(eps, num.arith)
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:                                                       # [..., width], bf16
-        x = cast(x, self.num.arith)
+        x = cast(x, self.arith)
         if x.is_cuda:                      # one launch; on CPUs the library's takes three times as long for a token
-            return to_bf16(F.rms_norm(x, x.shape[-1:], cast(self.weight, x.dtype), self.eps))
-        return to_bf16(x * self.rms(x) * self.weight)
+            return to_bf16(F.rms_norm(x, x.shape[-1:], cast(self.weight, self.arith), float(self.eps)))
+        return to_bf16(x * inverse_rms(x, self.eps) * self.weight)
