@@ -181,7 +181,8 @@ class DraftChunk(Chunk):
             wanted = self.start + torch.arange(-self.window, self.width, device=self.start.device)       # [B, W + T]
             hidden = None
             if any(s - self.window < f for s, f in zip(self.starts, self.first_seen)):
-                hidden = (wanted < self.first)[:, None, None]                                        # [B, 1, 1, W + T]
+                hidden = torch.zeros(wanted.shape, device=wanted.device).masked_fill_(wanted < self.first, -torch.inf)
+                hidden = hidden[:, None, None]                                                       # [B, 1, 1, W + T]
             self._index[key] = self.locate(wanted, depth, self.first), hidden
         return self._index[key]
 
@@ -210,7 +211,7 @@ class DSpark(nn.ModuleList):
         quantised = self[0].attn.wkv.quantise_input(main_x)          # the stages multiply the same codes
         for stage in self:
             kv = stage.attn.kv_norm(stage.attn.wkv(quantised, True)).unsqueeze(2)                        # [B, S, 1, d]
-            kv = rotate(kv, tables.of(stage.plan, chunk.positions)).squeeze(2)
+            kv = rotate(kv, tables.of(stage.plan, chunk.positions)[0]).squeeze(2)
             key = ("window", stage.plan.layer)
             chunk.join(cache.rings[key], cache.window_rows.pack(kv), key)
 
@@ -232,7 +233,7 @@ class DSpark(nn.ModuleList):
         tables = Tables(backbone.plain_freqs, backbone.yarn_freqs, self.num.arith)
         for stage in self:
             x, pre_mix, _ = stage(x, pre_mix, None, tables, chunk, cache, None)
-        hidden = collapse(x, pre_mix)                                                                    # [B, T, D]
+        hidden = collapse(x.to(self.num.arith), pre_mix)                                                             # [B, T, D]
         base = self.ranks.gather(backbone.head(last.norm(hidden)))                                       # [B, T, V]
         ids, logits, confidence, q = [tokens], [], [], []
         for i in range(c.dspark_block_size):    # the block is computed at once, its tokens one after the other

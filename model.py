@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -69,9 +69,9 @@ def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
     dims before stay. The conjugate of `turn` turns back."""
-    y = x.to(turn.dtype.to_real(), copy=True)
+    y = x.float() if turn.dtype == torch.complex64 else x.double()
     last = y[..., -2 * turn.shape[-1]:]
-    torch.view_as_complex(last.unflatten(-1, (-1, 2))).mul_(turn)                                  # [..., heads, pairs]
+    torch.view_as_complex(last.view(*last.shape[:-1], -1, 2)).mul_(turn)                           # [..., heads, pairs]
     return to_bf16(y)
 
 
@@ -138,22 +138,25 @@ class Chunk:
 
     def window_block(self, q0: int, q1: int, depth: int) -> tuple[Tensor, Tensor | None]:
         """For queries q0..q1-1: the place of every window row that one of them may see, flat [B * K] with
-        K = W - 1 + q1 - q0, and a mask [B, Q, 1, K] that is True where query i must not see position j (None: it sees
-        all). Query at position p sees max(first, p - W + 1)..p."""
+        K = W - 1 + q1 - q0, and float32 [B, Q, 1, K] to add to the scores: -inf where query i must not see position j
+        (None: it sees all). Query at position p sees max(first, p - W + 1)..p."""
         key = (q0, q1, depth)
         if key not in self._index:
             wanted = self.start + torch.arange(q0 - self.window + 1, q1, device=self.start.device)         # [B, K]
             hidden = None
             if q1 - q0 > 1 or any(s + q0 - self.window + 1 < f for s, f in zip(self.starts, self.first_seen)):
                 ahead = self.positions[:, q0:q1, None] - wanted[:, None]                                     # [B, Q, K]
-                hidden = ((ahead < 0) | (ahead >= self.window) | (wanted < self.first)[:, None]).unsqueeze(2)
+                unseen = (ahead < 0) | (ahead >= self.window) | (wanted < self.first)[:, None]
+                hidden = torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf).unsqueeze(2)
             self._index[key] = self.locate(wanted, depth, self.first), hidden
         return self._index[key]
 
-    def blocks(self, per_query: int) -> Iterator[tuple[int, int]]:
+    def blocks(self, per_query: int) -> list[tuple[int, int]]:
         """Queries in blocks whose working set, at `per_query` bytes for one query of one row, stays bounded."""
+        if self.width == 1:
+            return [(0, 1)]
         size = max(1, min(self.block, WORKING_SET[self.start.device.type == "cuda"] // max(1, per_query * len(self.starts))))
-        return ((q, min(q + size, self.width)) for q in range(0, self.width, size))
+        return [(q, min(q + size, self.width)) for q in range(0, self.width, size)]
 
 
 # On (CPU, CUDA): bytes of intermediate results that attention and indexer aim at, and the most queries in a block. Longer
@@ -452,7 +455,7 @@ class SparseAttention(nn.Module):
                     near, far = torch.cat([near, far.squeeze(1)], 1), None    # one query: one product over all its rows
             scores = batched_product(asked.reshape(B, Q * H, d), near.transpose(1, 2), self.num)           # [B, Q H, K]
             scores = scores.mul_(self.scale).view(B, Q, H, -1)
-            parts = [scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)]
+            parts = [scores if hidden is None else scores.add_(hidden)]
             if far is not None:
                 scores = batched_product(asked.reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.mul_(self.scale).view(B, Q, H, k)
@@ -546,21 +549,21 @@ class Indexer(nn.Module):
             self.wk = Linear(c.head_dim, c.index_head_dim, "bf16", num)
             self.k_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps, num)
 
-    def key(self, latent: Tensor, table: Tensor, cache: Cache) -> Tensor:
+    def key(self, latent: Tensor, turn: Tensor, cache: Cache) -> Tensor:
         """Packed index keys [B, G, bytes] of un-rotated latents [B, G, d]."""
-        return cache.key_rows.pack(rotate(self.k_norm(self.wk(latent)).unsqueeze(2), table).squeeze(2))
+        return cache.key_rows.pack(rotate(self.k_norm(self.wk(latent)).unsqueeze(2), turn).squeeze(2))
 
-    def query(self, x: Tensor, qr: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x: Tensor, qr: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, D], qr [B, S, q_lora] (quantised) -> index queries [B, S, h, e], their heads' weights [B, S, 1, h]."""
-        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, self.config.index_head_dim)), table)
+        q = rotate(self.wq_b(qr, True).unflatten(-1, (self.heads, self.config.index_head_dim)), turn)
         operand = self.num.operand(x.device)
         q = fake_quantise(q, E2M1_E8M0, operand) if self.num.fake_quant.index_query else q.to(operand)
         return q, self.weights_proj(x).to(self.num.arith).unsqueeze(2)
 
-    def forward(self, x: Tensor, qr: Tensor, table: Tensor, chunk: Chunk, cache: Cache, pool: Tensor | None) -> Selection:
+    def forward(self, x: Tensor, qr: Tensor, turn: Tensor, chunk: Chunk, cache: Cache, pool: Tensor | None) -> Selection:
         """x [B, S, D], qr [B, S, q_lora] (quantised) -> the selection for every query."""
         c, plan, arith = self.config, self.plan, self.num.arith
-        q, w = self.query(x, qr, table)
+        q, w = self.query(x, qr, turn)
         n = max(end // plan.ratio for end in chunk.ends)
         n_blocks = -(-n // c.candidate_block_size)
         confined = plan.uses_pool and n_blocks > c.candidate_topk_blocks
@@ -647,22 +650,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, given: Selection | None, tables: Tables, chunk: Chunk,
                 cache: Cache) -> tuple[Tensor, Selection | None]:
         """x [B, S, D], the selection of the layers below -> ([B, S, D], the selection for the layers above)."""
-        plan, table = self.plan, tables.of(self.plan, chunk.positions)
+        plan, (turn, back) = self.plan, tables.of(self.plan, chunk.positions)
         quantised = self.wq_a.quantise_input(x)
         qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
         q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                      # [B, S, H, d]; no norm per head
         kv = self.kv_norm(self.wkv(quantised, True)).unsqueeze(2)                                    # [B, S, 1, d]
-        turned = rotate(torch.cat([q, kv], 2), table)
+        turned = rotate(torch.cat([q, kv], 2), turn)
         q, kv = turned[:, :, :-1], turned[:, :, -1]
         ring = cache.rings["window", plan.layer]
         window = chunk.join(ring, cache.window_rows.pack(kv), ("window", plan.layer))
         if plan.mode == "full":
             self.publish(x, tables, chunk, cache)                                               # the same step reads it
         if plan.mode in ("full", "reindex"):
-            given = self.indexer(x, qr, table, chunk, cache, None if given is None else given.pool)
+            given = self.indexer(x, qr, turn, chunk, cache, None if given is None else given.pool)
         o = self.core(q, window, ring.shape[1], self.attn_sink, chunk, cache, plan.kv_source,
                       given.rows if plan.ratio else None)
-        return self.project(rotate(o, tables.of(plan, chunk.positions, back=True))), given
+        return self.project(rotate(o, back)), given
 
     def publish(self, x: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Write the main KV rows and index keys of the groups that x [B, S, D] completes to the cache."""
@@ -670,9 +673,9 @@ class Attention(nn.Module):
             return
         latent, first = self.compressor(x, chunk, cache)                                             # [B, G, d]
         if latent.shape[1]:
-            table = tables.of(self.plan, first)      # a group stands at its first token
-            main = cache.main_rows.pack(rotate(latent.unsqueeze(2), table).squeeze(2))
-            cache.write_compressed(self.plan.layer, chunk, main, self.indexer.key(latent, table, cache))
+            turn, _ = tables.of(self.plan, first)    # a group stands at its first token
+            main = cache.main_rows.pack(rotate(latent.unsqueeze(2), turn).squeeze(2))
+            cache.write_compressed(self.plan.layer, chunk, main, self.indexer.key(latent, turn, cache))
 
     def project(self, o: Tensor) -> Tensor:
         """Grouped output projection of heads [B, S, H, d] -> [B, S, D]."""
@@ -693,6 +696,7 @@ class Gate(nn.Module):
     def __init__(self, config: ModelConfig, experts: int, active: int, num: Numerics) -> None:
         super().__init__()
         self.config, self.active, self.num = config, active, num
+        self.tiny, self.factor = constant(1e-20, num.arith), constant(config.routed_scaling_factor, num.arith)
         self.weight = nn.Parameter(torch.empty(experts, config.hidden_size, dtype=torch.bfloat16), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
         if config.vision_config is not None:
@@ -701,7 +705,7 @@ class Gate(nn.Module):
     def affinities(self, x: Tensor, in_image: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [T, D], in_image bool [T] -> the affinity of every expert [T, E], and affinity + bias, which chooses."""
         scores = F.softplus(product(x, self.weight, self.num.arith)).sqrt()
-        bias = self.bias.to(scores.dtype)
+        bias = cast(self.bias, scores.dtype)
         if in_image is not None:
             bias = torch.where(in_image.unsqueeze(-1), self.bias_vl.to(scores.dtype), bias)
         return scores, scores + bias
@@ -712,16 +716,16 @@ class Gate(nn.Module):
         experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.active]
         weights = scores.gather(-1, experts)
         if self.config.norm_topk_prob and self.active > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.config.routed_scaling_factor, experts
+            weights = weights / weights.sum(-1, keepdim=True).add_(self.tiny)
+        return weights * self.factor, experts
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
     """silu(gate) * up [* routing weight] of unrounded values, rounded once; limit clamps up on both sides, gate above."""
     if limit > 0:
         gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
-    y = F.silu(gate) * up
-    return to_bf16(y if weight is None else y * weight)
+    y = gate.sigmoid().mul_(gate).mul_(up)
+    return to_bf16(y if weight is None else y.mul_(weight))
 
 
 class ExpertWeight(nn.Module):
@@ -805,7 +809,7 @@ class Experts(nn.Module):
             weights, local = torch.where(mine, weights, 0), torch.where(mine, local, self.local)
         local, weights = local.flatten(), weights.reshape(-1, 1, 1)
         if T * k <= max(16, self.local) and self.fits(T * k, 1, x):  # few: one expert for each route, no synchronisation
-            x = x.unsqueeze(1).expand(-1, k, -1).reshape(T * k, 1, -1)
+            x = x.expand(k, 1, -1) if T == 1 else x.unsqueeze(1).expand(-1, k, -1).reshape(T * k, 1, -1)
             y = self.run(x, weights, local.clamp_max(self.local - 1) if self.ranks.size > 1 else local)
             return cast(y.view(T, k, -1), self.num.arith).sum(1)
         # Many: sort the routes by expert. A group of experts is one product over as many routes as the busiest has; a place
@@ -885,29 +889,29 @@ class HyperConnection(nn.Module):
         # Row and column sums of a flattened matrix are products with 0/1 matrices; a constant 1 beside the matrix adds eps.
         # That makes a step two operations, and there are 39 steps twice a layer.
         ones, eye = np.ones((N, N)), np.eye(N)
-        for name, sums in (("rows", np.kron(eye, ones)), ("columns", np.kron(ones, eye)), ("beside", np.eye(N * N))):
-            step = np.pad(sums, (0, 1))
-            step[-1] = eps
-            step[-1, -1] = 1
-            self.register_buffer(name, torch.from_numpy(step).to(num.arith), persistent=False)      # [N N + 1, N N + 1]
+        rows, columns, same = (np.pad(sums, (0, 1)) for sums in (np.kron(eye, ones), np.kron(ones, eye), np.eye(N * N)))
+        rows[-1], columns[-1], same[-1] = eps, eps, eps
+        rows[-1, -1] = columns[-1, -1] = same[-1, -1] = 1
         part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
+        for name, values in (("rows", rows), ("columns", columns), ("widen", same[:-1]), ("eps_1", same[-1]),
+                             ("factor", np.array([1, 2, 0])[part]), ("shift", np.array([eps, 0, 0])[part])):
+            self.register_buffer(name, torch.from_numpy(values).to(num.arith), persistent=False)
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
-        # pre = sigmoid + eps, post = 2 sigmoid
-        for name, values in (("factor", [1, 2, 0]), ("shift", [eps, 0, 0])):
-            self.register_buffer(name, torch.from_numpy(np.array(values)[part]).to(num.arith), persistent=False)
 
     def forward(self, x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Streams x [T, N, D] in the arithmetic dtype -> pre [T, N], post [T, N] and comb [T, N, N], comb[i, j] from stream i to
         stream j."""
-        N, arith, x = self.streams, self.num.arith, x.flatten(1)
-        mix = F.linear(x, cast(fn, arith)) * inverse_rms(x, self.eps)                                             # [T, (2 + N) N]
-        mix = torch.addcmul(cast(base, arith), mix, cast(scale, arith).index_select(0, self.part))
-        gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)
+        if self.num.exact:
+            fn, scale, base = fn.double(), scale.double(), base.double()
+        N, x = self.streams, x.flatten(1)
+        mix = F.linear(x, fn).mul_(inverse_rms(x, self.eps))                                         # [T, (2 + N) N]
+        mix = torch.addcmul(base, mix, scale.index_select(0, self.part))
+        gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)                                # sigmoid + eps, 2 sigmoid
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))
 
     def sinkhorn(self, logits: Tensor) -> Tensor:                                                    # [T, N, N]
         rows, columns = self.rows, self.columns
-        comb = torch.addmm(self.beside[-1], logits.softmax(-1).flatten(1), self.beside[:-1])         # + eps; [T, N N + 1]
+        comb = torch.addmm(self.eps_1, logits.softmax(-1).flatten(1), self.widen)                    # + eps; [T, N N + 1]
         sums, divide = torch.empty_like(comb), comb.div_
         divide(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):
@@ -917,14 +921,15 @@ class HyperConnection(nn.Module):
 
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """Read the streams: sum_i pre_i x_i, rounded once. [..., N, D], [..., N] -> bf16 [..., D]."""
-    return to_bf16((pre.unsqueeze(-2) @ cast(x, pre.dtype)).squeeze(-2))
+    """Read the streams: sum_i pre_i x_i, rounded once. [..., N, D], [..., N] in the arithmetic dtype -> bf16 [..., D]."""
+    return to_bf16((pre.unsqueeze(-2) @ x).squeeze(-2))
 
 
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Write a sublayer's y [T, D]: stream j of x [T, N, D] becomes post_j y + sum_i comb[i, j] x_i, rounded once."""
-    written = post.unsqueeze(-1) * cast(y, post.dtype).unsqueeze(-2)                                 # [T, N, D]
-    return to_bf16(torch.baddbmm(written, comb.transpose(-1, -2), cast(x, post.dtype)))
+    """Write a sublayer's y [..., D]: stream j of x [T, N, D], in the arithmetic dtype, becomes post_j y + sum_i comb[i, j] x_i,
+    rounded once."""
+    y = cast(y, x.dtype).view(-1, 1, x.shape[-1])
+    return to_bf16((post.unsqueeze(-1) * y).baddbmm_(comb.transpose(-1, -2), x))                     # [T, N, D]
 
 
 class Block(nn.Module):
@@ -954,14 +959,14 @@ class Block(nn.Module):
         x, pre = cast(x, arith).flatten(0, 1), pre_mix.flatten(0, 1)                                 # [T, N, D], [T, N]
         attn_pre, post, comb = self.mix(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
         a, given = self.attn(self.attn_norm(collapse(x, pre).view(B, S, D)), given, tables, chunk, cache)
-        x = cast(write_streams(a.flatten(0, 1), x, post, comb), arith)
+        x = cast(write_streams(a, x, post, comb), arith)
         ffn_pre, post, comb = self.mix(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
         f = self.ffn(self.ffn_norm(collapse(x, attn_pre).view(B, S, D)), in_image)
-        return write_streams(f.flatten(0, 1), x, post, comb).view(B, S, N, D), ffn_pre.view(B, S, N), given
+        return write_streams(f, x, post, comb).view(B, S, N, D), ffn_pre.view(B, S, N), given
 
     def publish(self, x: Tensor, pre_mix: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Only the global KV of streams x, for tokens that this layer and those after it will not process."""
-        self.attn.publish(self.attn_norm(collapse(x, pre_mix)), tables, chunk, cache)
+        self.attn.publish(self.attn_norm(collapse(cast(x, pre_mix.dtype), pre_mix)), tables, chunk, cache)
 
 
 # ---------------------------------------------------------------------------------------------------------- transformer
@@ -971,16 +976,16 @@ class Tables:
 
     def __init__(self, plain: Tensor, yarn: Tensor, arith: torch.dtype) -> None:
         self.freqs, self.arith = (plain, yarn), arith
-        self._made: dict[tuple[bool, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._made: dict[tuple[bool, int], tuple[Tensor, tuple[Tensor, Tensor]]] = {}
 
-    def of(self, plan: LayerPlan, positions: Tensor, back: bool = False) -> Tensor:
-        """Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for everything in the layer. `back`:
-        the inverse rotation."""
+    def of(self, plan: LayerPlan, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotation and its inverse. Window-only layers: rope_theta. Layers with m > 0: compress_rope_theta with YaRN for
+        everything in the layer."""
         key = plan.ratio > 0, id(positions)   # the entry holds the positions, so the id stays theirs
         if key not in self._made:
             turn = rotation(positions, self.freqs[key[0]], self.arith)
-            self._made[key] = positions, turn, turn.conj().resolve_conj()
-        return self._made[key][2 if back else 1]
+            self._made[key] = positions, (turn, turn.conj().resolve_conj())
+        return self._made[key][1]
 
 
 class ImageTokens(NamedTuple):
@@ -1228,7 +1233,7 @@ class Transformer(nn.Module):
             row = torch.arange(x.shape[0], device=x.device)
             last = (chunk.end - chunk.start - 1).squeeze(-1).clamp_min(0)
             x, pre_mix = x[row, last].unsqueeze(1), pre_mix[row, last].unsqueeze(1)
-        return self.ranks.gather(self.head(self.norm(collapse(x, pre_mix))))
+        return self.ranks.gather(self.head(self.norm(collapse(cast(x, pre_mix.dtype), pre_mix))))
 
     # ----------------------------------------------------------------------------------------------------------- prefill
 

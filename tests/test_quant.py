@@ -383,7 +383,7 @@ def test_partial_sums_travel_unrounded() -> None:
     x = normal(5, 96).bfloat16()
     whole = linear_of(weight, scale, EXACT)(x)
     other = linear_of(weight[:, 64:].contiguous(), scale[:, 2:].contiguous(), EXACT, out_dtype=None)(x[:, 64:])
-    part = linear_of(weight[:, :64].contiguous(), scale[:, :2].contiguous(), EXACT, reduce=Both())
+    part = linear_of(weight[:, :64].contiguous(), scale[:, :2].contiguous(), EXACT, reduce=Both(0, 2))
     assert same_bits(part(x[:, :64]), whole)
 
 
