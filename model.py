@@ -161,7 +161,7 @@ class Chunk:
 
 # On (CPU, CUDA): bytes of intermediate results that attention and indexer aim at, and the most queries in a block. Longer
 # blocks waste products outside the band of the window, shorter ones launch more.
-WORKING_SET, QUERY_BLOCK = (256 << 20, 2 << 30), (64, 256)
+WORKING_SET, QUERY_BLOCK = (256 << 20, 2 << 30), (128, 256)
 
 
 class Snapshot(NamedTuple):
@@ -791,10 +791,10 @@ class Experts(nn.Module):
         """Weights of experts [n], dequantised on use, exact in bfloat16: w1 above w3 [n, 2 I, D] and w2 [n, D, I]."""
         dtype, (D, I) = self.num.operand(experts.device), self.shape
         if self.rows is not None:
-            codes, scales = (rows.index_select(0, experts) for rows in self.rows)
+            codes, scales = self.rows[0].index_select(0, experts), self.rows[1].index_select(0, experts)
         else:
             codes, scales = (torch.cat(parts, 1) for parts in zip(*(w.packed(experts) for w in (self.w1, self.w3, self.w2))))
-        if self.pairs is None or self.pairs.dtype != dtype or self.pairs.device != experts.device:
+        if self.pairs is None or self.pairs.device != experts.device:
             self.pairs = e2m1_pairs(dtype, experts.device)
         values = dequantise(codes, scales, E2M1_E8M0, dtype, self.pairs)
         return values[:, : 2 * I * D].view(-1, 2 * I, D), values[:, 2 * I * D:].view(-1, D, I)

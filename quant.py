@@ -176,7 +176,7 @@ def decode_e2m1(codes: Tensor, pairs: Tensor) -> Tensor:
 def decode_e4m3(codes: Tensor) -> Tensor:
     """float32 values of E4M3 codes (uint8 or float8_e4m3fn, finite), shape kept."""
     if codes.is_cuda or codes.numel() < 4096:
-        return codes.view(torch.float8_e4m3fn).float()
+        return (codes if codes.dtype == torch.float8_e4m3fn else codes.view(torch.float8_e4m3fn)).float()
     # The library's cast is slow on CPUs. Sign, four exponent bits and three mantissa bits shifted into float32's places;
     # 2**120 mends the bias, also for subnormals.
     bits = codes.view(torch.int8).int().bitwise_left_shift_(_SHIFT).bitwise_and_(_E4M3_BITS)   # 0x87F00000
@@ -193,8 +193,8 @@ def _in_blocks(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     blocks = (x if x.dtype == torch.float32 else x.float()).reshape(*x.shape[:-1], -1, fmt.block)
     amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)
     if fmt.scale == "e8m0":  # never less than amax / largest, and infinite for an amax that is not finite
-        scale = amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
-        return blocks / scale, scale
+        amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT)     # in place: amax is the scale now
+        return blocks / amax, amax
     scale = (amax / _SIX).clamp_max(448).to(torch.float8_e4m3fn).float()               # a division; not a power of two
     return (blocks / scale).clamp_(-fmt.largest, fmt.largest), scale
 
@@ -330,6 +330,7 @@ class Linear(nn.Module):
         self.biased = bias
         # A plain attribute: no part of the state, and quicker to reach than a parameter.
         self.dense: Tensor | None = None
+        self.ready = False                                   # whether `dense` is in the dtype that enters the product
         self.release: Callable[[], None] | None = None       # lets go of a mapped weight's pages (--offload)
 
     def prepare(self) -> None:
@@ -338,19 +339,20 @@ class Linear(nn.Module):
             dtype = torch.bfloat16 if self.num.exact else self.num.operand(self.weight.device)
             self.dense = None
             self.dense = self.weight.detach() if self.weight.dtype == dtype else self.dense_weight(dtype)
+            self.ready = not self.num.exact
 
     def _apply(self, fn: Any, recurse: bool = True) -> Linear:
-        ready = self.dense is not None
+        prepared = self.dense is not None
         super()._apply(fn, recurse)
-        self.dense = None
-        if ready and self.weight.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        self.dense, self.ready = None, False
+        if prepared and self.weight.dtype in (torch.bfloat16, torch.float8_e4m3fn):
             self.prepare()                                   # moved to a device of another operand dtype, perhaps
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("weight", "scale"):
-            self.__dict__["dense"] = None                    # of the weight that was
+            self.__dict__.update(dense=None, ready=False)    # of the weight that was
 
     def dense_weight(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """The weight, or some rows of it from a multiple of 32 on, dense: in the dtype of `prepare` or else in this one."""
@@ -366,13 +368,12 @@ class Linear(nn.Module):
         return fake_quantise(x, E4M3_E8M0, self.num.operand(x.device)) if self.quantised else x
 
     def forward(self, x: Tensor, quantised: bool = False) -> Tensor:                              # [..., K] -> [..., N]
-        dense, dtype = self.dense, self.num.operand(x.device)
         if self.quantised and not quantised:
-            x = fake_quantise(x, E4M3_E8M0, dtype)
-        if dense is not None and dense.dtype == dtype:
-            y = product(x, dense, self.num.arith)
+            x = fake_quantise(x, E4M3_E8M0, self.num.operand(x.device))
+        if self.ready:
+            y = product(x, self.dense, self.num.arith)
         else:                                                # some rows at a time: a float64 copy of the head is 5 GB
-            n, k = self.weight.shape
+            (n, k), dtype = self.weight.shape, self.num.operand(x.device)
             step = max(1, WEIGHT_BLOCK // (32 * k)) * 32
             parts = []
             for i in range(0, n, step):
