@@ -442,7 +442,7 @@ class SparseAttention(nn.Module):
         B, S, H, d = q.shape
         q = cast(q, self.num.operand(q.device))
         k = 0 if selection is None else selection.shape[-1]
-        sink = cast(sink, self.num.arith).view(1, 1, H, 1)                                # one column more, with no value
+        sink = cast(sink, self.num.arith)
         out = []
         for q0, q1 in chunk.blocks((H * (chunk.window + chunk.block + k) * 3 + k * d * 2) * self.num.arith.itemsize):
             Q, far = q1 - q0, None
@@ -453,15 +453,19 @@ class SparseAttention(nn.Module):
                 far, empty = self.gather(cache, chunk, source, selection, q0, q1)                         # [B, Q, k, d]
                 if Q == 1 and hidden is None and empty is None:
                     near, far = torch.cat([near, far.squeeze(1)], 1), None    # one query: one product over all its rows
-            scores = batched_product(asked.reshape(B, Q * H, d), near.transpose(1, 2), self.num)           # [B, Q H, K]
-            scores = scores.mul_(self.scale).view(B, Q, H, -1)
-            parts = [scores if hidden is None else scores.add_(hidden)]
+            scores = batched_product(asked.reshape(B, Q * H, d), near.transpose(1, 2), self.num).mul_(self.scale)
+            if hidden is not None:
+                scores.view(B, Q, H, -1).add_(hidden)
+            parts = [scores]                                                                               # [B, Q H, K]
             if far is not None:
                 scores = batched_product(asked.reshape(B * Q, H, d), far.view(B * Q, k, d).transpose(1, 2), self.num)
                 scores = scores.mul_(self.scale).view(B, Q, H, k)
-                parts.append(scores if empty is None else scores.masked_fill_(empty.unsqueeze(2), -torch.inf))
-            p = torch.cat([*parts, sink.expand(B, Q, H, 1)], -1).softmax(-1)
-            o = torch.bmm(p[..., : near.shape[1]].reshape(B, Q * H, -1), cast(near, p.dtype)).view(B, Q, H, d)
+                if empty is not None:
+                    scores.masked_fill_(empty.unsqueeze(2), -torch.inf)
+                parts.append(scores.view(B, Q * H, k))
+            # one column more for the sink, which has no value
+            p = torch.cat([*parts, sink.expand(B, Q, H).reshape(B, Q * H, 1)], -1).softmax(-1)
+            o = torch.bmm(p[..., : near.shape[1]], cast(near, p.dtype)).view(B, Q, H, d)
             if far is not None:
                 p = p[..., near.shape[1] : -1].reshape(B * Q, H, k)
                 o = o + torch.bmm(p, cast(far, p.dtype).view(B * Q, k, d)).view(o.shape)
@@ -653,9 +657,9 @@ class Attention(nn.Module):
         plan, (turn, back) = self.plan, tables.of(self.plan, chunk.positions)
         quantised = self.wq_a.quantise_input(x)
         qr = self.wq_b.quantise_input(self.q_norm(self.wq_a(quantised, True)))                       # [B, S, q_lora]
-        q = self.wq_b(qr, True).view(*x.shape[:2], self.heads, -1)                      # [B, S, H, d]; no norm per head
-        kv = self.kv_norm(self.wkv(quantised, True)).unsqueeze(2)                                    # [B, S, 1, d]
-        turned = rotate(torch.cat([q, kv], 2), turn)
+        q = self.wq_b(qr, True)                                                      # [B, S, H d]; no norm per head
+        kv = self.kv_norm(self.wkv(quantised, True))                                                 # [B, S, d]
+        turned = rotate(torch.cat([q, kv], 2).view(*x.shape[:2], self.heads + 1, -1), turn)
         q, kv = turned[:, :, :-1], turned[:, :, -1]
         ring = cache.rings["window", plan.layer]
         window = chunk.join(ring, cache.window_rows.pack(kv), ("window", plan.layer))
@@ -921,8 +925,8 @@ class HyperConnection(nn.Module):
 
 
 def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """Read the streams: sum_i pre_i x_i, rounded once. [..., N, D], [..., N] in the arithmetic dtype -> bf16 [..., D]."""
-    return to_bf16((pre.unsqueeze(-2) @ x).squeeze(-2))
+    """Read the streams: sum_i pre_i x_i, rounded once. [..., N, D], [..., N] in the arithmetic dtype -> bf16 [..., 1, D]."""
+    return to_bf16(pre.unsqueeze(-2) @ x)
 
 
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -966,7 +970,7 @@ class Block(nn.Module):
 
     def publish(self, x: Tensor, pre_mix: Tensor, tables: Tables, chunk: Chunk, cache: Cache) -> None:
         """Only the global KV of streams x, for tokens that this layer and those after it will not process."""
-        self.attn.publish(self.attn_norm(collapse(cast(x, pre_mix.dtype), pre_mix)), tables, chunk, cache)
+        self.attn.publish(self.attn_norm(collapse(cast(x, pre_mix.dtype), pre_mix).squeeze(-2)), tables, chunk, cache)
 
 
 # ---------------------------------------------------------------------------------------------------------- transformer
@@ -1233,7 +1237,7 @@ class Transformer(nn.Module):
             row = torch.arange(x.shape[0], device=x.device)
             last = (chunk.end - chunk.start - 1).squeeze(-1).clamp_min(0)
             x, pre_mix = x[row, last].unsqueeze(1), pre_mix[row, last].unsqueeze(1)
-        return self.ranks.gather(self.head(self.norm(collapse(cast(x, pre_mix.dtype), pre_mix))))
+        return self.ranks.gather(self.head(self.norm(collapse(cast(x, pre_mix.dtype), pre_mix).squeeze(-2))))
 
     # ----------------------------------------------------------------------------------------------------------- prefill
 
