@@ -444,9 +444,8 @@ def _digest(checkpoint: Checkpoint) -> str:
 
 # ------------------------------------------------------------------------------------------------------ files, writing
 
-def write_safetensors(path: Path, tensors: dict[str, TensorSpec], data: Callable[[str], Iterable[np.ndarray]],
-                      metadata: dict[str, str], progress: tqdm) -> None:
-    """Write a file header first, then the tensors block by block. It has its name only once it is complete on disk."""
+def safetensors_header(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> tuple[bytes, list[str]]:
+    """The bytes in front of a file's tensors, and the order of these."""
     # wide elements first, so that every tensor is aligned to its element
     order = sorted(tensors, key=lambda name: -DTYPES[tensors[name].dtype].itemsize)
     header, position = {"__metadata__": metadata}, 0
@@ -456,9 +455,16 @@ def write_safetensors(path: Path, tensors: dict[str, TensorSpec], data: Callable
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, position]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def write_safetensors(path: Path, tensors: dict[str, TensorSpec], data: Callable[[str], Iterable[np.ndarray]],
+                      metadata: dict[str, str], progress: tqdm) -> None:
+    """Write a file header first, then the tensors block by block. It has its name only once it is complete on disk."""
+    header, order = safetensors_header(tensors, metadata)
 
     def blocks() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
+        yield header
         for name in order:
             written = 0
             for block in data(name):
@@ -499,12 +505,6 @@ def check_space(directory: Path, needed: int) -> None:
                          f"written")
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            write_atomically(target / name, [(source / name).read_bytes()])
-
-
 def progress_bar(total: int, what: str) -> tqdm:
     # bars are for people who wait
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False,
@@ -528,44 +528,52 @@ def write_shards(source: str | Path, target: str | Path, size: int) -> None:
     check_ranks(checkpoint.config, size)
     digest, schema = _digest(checkpoint), checkpoint_schema(checkpoint.config)
     shards = {target / shard_name(rank, size): rank_schema(checkpoint.config, rank, size) for rank in range(size)}
-    leftover = _earlier_attempt(source, target, shards, digest)
-    missing = [path for path in shards if not path.exists()]
-    needed = sum(s.nbytes + 200 for path in missing for s in shards[path].values())  # 200: a line of the header
-    check_space(target, needed - sum(p.stat().st_size for p in leftover))
-    for path in leftover:
-        path.unlink()
-    target.mkdir(parents=True, exist_ok=True)
+    # config.json last: without it the folder is not a checkpoint
+    copies = {name: (source / name).read_bytes() for name in (*TOKENIZER_FILES, "config.json") if (source / name).exists()}
+
+    def check_shard(path: Path, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
+        if metadata.get("source") != digest:
+            raise ValueError(f"{path} is a shard of another checkpoint than {source}; give an empty folder")
+        compare(entries, shards[path], path)
+
+    missing = _take_up(target, shards, copies, check_shard, str(source))
     with progress_bar(sum(s.nbytes for path in missing for s in shards[path].values()), "writing shards") as progress:
         for rank, path in enumerate(shards):
             if path in missing:
                 parts = {name: part_of(checkpoint.config, name, schema[name], rank, size) for name in shards[path]}
                 write_safetensors(path, shards[path], lambda name: checkpoint.tensors[0][name].chunks(parts[name]),
                                   {"format": "pt", "rank": str(rank), "ranks": str(size), "source": digest}, progress)
-    copy_tokenizer(source, target)
-    # last: without it the folder is not a checkpoint
-    write_atomically(target / "config.json", [(source / "config.json").read_bytes()])
+    for name, data in copies.items():
+        write_atomically(target / name, [data])
 
 
-def _earlier_attempt(source: Path, target: Path, shards: dict[Path, dict[str, TensorSpec]], digest: str) -> list[Path]:
-    """The unfinished files of an interrupted run; ValueError when the folder holds anything else."""
+def _take_up(target: Path, files: dict[Path, dict[str, TensorSpec]], others: dict[str, bytes],
+             check_file: Callable[[Path, dict[str, Entry], dict[str, str]], None], what: str) -> list[Path]:
+    """Make a folder ready for a run that may have been interrupted: unfinished files go, complete ones stay; -> the
+    safetensors `files` that are still to be written.
+
+    ValueError, with the folder untouched, for too little free disk and for anything that is not of the same run: of
+    `files`, `check_file(path, tensors, metadata)` refuses those that are not; `others` have these names and bytes.
+    """
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a folder")
-    partial = []
-    copied = [source / name for name in ("config.json", *TOKENIZER_FILES)]
-    names = {path.name + PARTIAL for path in (*shards, *copied)}
+    unfinished = []
+    names = {name + PARTIAL for name in (*others, *(path.name for path in files))}
     for path in sorted(target.iterdir()) if target.exists() else []:
-        original = source / path.name
-        if path.name in names:
-            partial.append(path)
-        elif path in shards:
-            entries, metadata = read_header(path)
-            if metadata.get("source") != digest:
-                raise ValueError(f"{path} is a shard of another checkpoint than {source}; give an empty folder")
-            compare(entries, shards[path], path)
-        elif original not in copied or not original.exists() or path.read_bytes() != original.read_bytes():
-            raise ValueError(f"{target} is not empty: {path.name} is not part of an earlier run for {source}; give an "
+        if path.name in names and path.is_file():
+            unfinished.append(path)
+        elif path in files:
+            check_file(path, *read_header(path))
+        elif path.name not in others or not path.is_file() or path.read_bytes() != others[path.name]:
+            raise ValueError(f"{target} is not empty: {path.name} is not part of an earlier run for {what}; give an "
                              f"empty folder")
-    return partial
+    missing = [path for path in files if not path.exists()]
+    needed = sum(s.nbytes + 200 for path in missing for s in files[path].values())  # 200: a line of the header
+    check_space(target, needed - sum(path.stat().st_size for path in unfinished))
+    for path in unfinished:
+        path.unlink()
+    target.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 # ----------------------------------------------------------------------------------------------------- random weights
@@ -594,6 +602,15 @@ class RandomWeights:
             bits = np.random.PCG64([self.seed, key, i])  # raw bits are stable; the distributions on top need not be
             draw = bits.random_raw(-(-math.prod(shape) * 2 // 8)).view(np.uint16)[: math.prod(shape)].reshape(shape)
             yield self._values(name, spec, draw)
+
+    def made(self, entries: dict[str, Entry]) -> bool:
+        """Whether stored tensors are these, judged by their first 4 KB: another seed shows at once."""
+        for name, entry in entries.items():
+            rows = min(entry.spec.shape[0], -(-4096 // entry.spec.row_bytes))
+            first = next(self.chunks(name, TensorSpec(entry.spec.dtype, (rows, *entry.spec.shape[1:]))))
+            if np.fromfile(entry.path, np.uint8, first.nbytes, offset=entry.offset).tobytes() != first.tobytes():
+                return False
+        return True
 
     def _values(self, name: str, spec: TensorSpec, draw: np.ndarray) -> np.ndarray:
         if spec.dtype == "I8":
@@ -644,18 +661,15 @@ class RandomWeights:
 def write_random(config_path: str | Path, target: str | Path, seed: int, tokenizer: str | Path | None = None) -> None:
     """Write a random checkpoint of any configuration in the published layout. Deterministic in the seed.
 
-    Memory: a few CHUNK. ValueError for a folder that is not empty, too little free disk, a tokenizer that is not there.
+    Memory: a few CHUNK. An interrupted run is taken up again by the same command. ValueError, before anything is
+    written, for a folder with other things in it, too little free disk, a tokenizer that is not there.
     """
     config_path, target = Path(config_path), Path(target)
     config = ModelConfig.from_json(config_path)
     weights, schema = RandomWeights(config, seed), checkpoint_schema(config)
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").exists():
         raise ValueError(f"there is no tokenizer.json in {tokenizer}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not an empty folder; remove it, or give another one")
     total = sum(spec.nbytes for spec in schema.values())
-    check_space(target, total + 200 * len(schema))
-    target.mkdir(parents=True, exist_ok=True)
     count = max(3, -(-total // (10 << 30)))
     files: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -664,18 +678,31 @@ def write_random(config_path: str | Path, target: str | Path, seed: int, tokeniz
             files.append({})
         files[-1][name] = spec
         filled += spec.nbytes
-    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    with progress_bar(total, "random weights") as progress:
-        for file, tensors in zip(names, files):
-            write_safetensors(target / file, tensors, lambda name: weights.chunks(name, schema[name]), {"format": "pt"},
-                              progress)
-    if tokenizer is not None:
-        copy_tokenizer(Path(tokenizer), target)
-    write_atomically(target / "config.json", [config_path.read_bytes()])
-    weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
+    metadata = {"format": "pt"}
+    paths = {target / f"model-{i + 1:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files)}
+    weight_map = {name: path.name for path, tensors in paths.items() for name in tensors}
     index = {"metadata": {"total_size": total, "random_seed": seed}, "weight_map": weight_map}
-    # last: without it the folder is not a checkpoint
-    write_atomically(target / INDEX, [json.dumps(index, indent=1).encode()])
+    # config.json first, so that a run with another one is told from this; without the index the folder is no checkpoint
+    others = {"config.json": config_path.read_bytes()}
+    others |= {name: (Path(tokenizer) / name).read_bytes() for name in TOKENIZER_FILES
+               if tokenizer is not None and (Path(tokenizer) / name).exists()}
+    last = {INDEX: json.dumps(index, indent=1).encode()}
+
+    def check_values(path: Path, entries: dict[str, Entry], _: dict[str, str]) -> None:
+        header = safetensors_header(paths[path], metadata)[0]
+        with open(path, "rb") as file:
+            same = file.read(len(header)) == header
+        if not same or not weights.made(entries):
+            raise ValueError(f"{path} does not hold the random weights of {config_path} with seed {seed}; give an empty "
+                             f"folder")
+
+    missing = _take_up(target, paths, others | last, check_values, f"{config_path} with seed {seed}")
+    for name, data in others.items():
+        write_atomically(target / name, [data])
+    with progress_bar(sum(spec.nbytes for path in missing for spec in paths[path].values()), "random weights") as progress:
+        for path in missing:
+            write_safetensors(path, paths[path], lambda name: weights.chunks(name, schema[name]), metadata, progress)
+    write_atomically(target / INDEX, [last[INDEX]])
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -849,7 +876,23 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------------------ command lines
+
+class Parser(argparse.ArgumentParser):
+    """Of every command here: bad arguments are a ValueError, which becomes one sentence and exit code 1 like all others."""
+
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def check_context(config: ModelConfig, option: str, tokens: int, decoded: int = 0) -> None:
+    """ValueError when what an option asks for, and the tokens decoded after it, are more than the model was made for."""
+    limit = config.max_position_embeddings
+    if tokens + decoded > limit:
+        more = f" and {decoded:,} decoded token{'s' * (decoded > 1)}" if decoded else ""
+        raise ValueError(f"{option}: {tokens:,} tokens{more} are more than the model's context of {limit:,} "
+                         f"(max_position_embeddings)")
+
 
 def check(path: str | Path) -> str:
     """A description of a checkpoint folder that is right, or of the schema of a config.json; ValueError otherwise."""
@@ -869,7 +912,7 @@ def check(path: str | Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Check, cut or make checkpoints.")
+    parser = Parser(description="Check, cut or make checkpoints.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", metavar="DIR-or-config.json", help="check a checkpoint from its headers alone")
     what.add_argument("--hf-ckpt-path", metavar="DIR", help="cut this published checkpoint for --model-parallel ranks")
@@ -878,12 +921,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-parallel", type=int, metavar="N", help="number of tensor-parallel ranks")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--tokenizer", metavar="DIR", help="--random copies the tokenizer files of this folder")
-    args = parser.parse_args(arguments)
-    if not args.check and not args.save_path:
-        parser.error("--save-path is needed")
-    if args.hf_ckpt_path and args.model_parallel is None:
-        parser.error("--model-parallel is needed")
+    args = None
     try:
+        args = parser.parse_args(arguments)
+        if not args.check and not args.save_path:
+            parser.error("--save-path is needed")
+        if args.hf_ckpt_path and args.model_parallel is None:
+            parser.error("--model-parallel is needed")
         if args.check:
             print(check(args.check))
         elif args.random:
@@ -894,7 +938,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = "; the same command takes it up again" if args.hf_ckpt_path else ""
+        hint = "" if args is None or args.check else "; the same command takes it up again"
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     return 0

@@ -36,11 +36,11 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from benchmark import random_benchmark, run_benchmark
-from convert import INDEX, load_model
+from convert import INDEX, Parser, check_context, load_model
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
 from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion, prompt_ids,
                       render_segments, split_reply)
-from model import Cache, ImageTokens, Snapshot, Transformer
+from model import Cache, ImageTokens, ModelConfig, Snapshot, Transformer
 from session import SavedImage
 from session import load as load_session
 from session import save as save_session
@@ -759,11 +759,6 @@ class Chat:
 
 # --------------------------------------------------------------------------------------------------------- command line
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:                       # as for everything else: one sentence, exit code 1
-        raise ValueError(message)
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Talk to DeepSeek-V4.1-Flash: a chat, unless told otherwise.", allow_abbrev=False,
                     usage="generate.py [--prompt TEXT | --input-file FILE | --benchmark N,...] ...")
@@ -836,8 +831,19 @@ def random_seed(directory: str) -> int | None:
     return None
 
 
+def check_benchmark(args: argparse.Namespace) -> None:
+    """ValueError, before anything is loaded, for lengths of a benchmark beyond the context of its model."""
+    config = ModelConfig.from_json(args.random or Path(args.ckpt_path) / "config.json")
+    for length in args.benchmark:
+        check_context(config, "--benchmark", length, 0 if args.random else args.benchmark_decode)
+    for length in args.context:
+        check_context(config, "--context", length, 1)
+
+
 def run(args: argparse.Namespace, team: Team) -> int:
     screen = Screen(visible=team.rank == 0)
+    if args.benchmark:
+        check_benchmark(args)
     if args.random:
         random_benchmark(args.random, args.benchmark, args.context or [], args.batch_size or 1, args.exact, team.device, args.seed,
                          screen.write)

@@ -41,7 +41,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from convert import PARTIAL, load_model, open_checkpoint, weights_digest, write_atomically
+from convert import PARTIAL, Parser, check_context, load_model, open_checkpoint, weights_digest, write_atomically
 from dspark import Sampler, SpeculativeDecoder, best_tokens
 from encoding import encode_messages, image_source
 from model import (Block, Cache, Chunk, ImageTokens, ModelConfig, Output, Selection, SparseAttention, Transformer,
@@ -767,6 +767,7 @@ def _record(args: argparse.Namespace) -> int:
     check_out(Path(args.out))
     config = open_checkpoint(args.ckpt_path).config
     prompt = read_prompt(args, config)
+    check_context(config, "the prompt", len(prompt.tokens), args.decode)
     off = set(filter(None, (args.fake_quant_off or "").split(",")))
     known = {f.name for f in fields(FakeQuant)}
     if off - known:
@@ -849,8 +850,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Record golden outputs and compare recordings.")
-    commands = parser.add_subparsers(required=True)
+    parser = Parser(description="Record golden outputs and compare recordings.")
+    commands = parser.add_subparsers(dest="command", required=True)
     r = commands.add_parser("record", help="run the model and record it")
     r.set_defaults(run=_record, command_line=sys.argv[1:] if arguments is None else arguments)
     r.add_argument("--ckpt-path", required=True, metavar="DIR")
@@ -897,8 +898,8 @@ def main(arguments: list[str] | None = None) -> int:
     s.add_argument("a", metavar="FILE.safetensors")
     s.add_argument("--layer", type=int, help="the rows that this layer selects, as text")
     s.add_argument("--picture", metavar="FILE.png", help="the same as a picture")
-    args = parser.parse_args(arguments)
     try:
+        args = parser.parse_args(arguments)
         return args.run(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

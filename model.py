@@ -932,8 +932,8 @@ def collapse(x: Tensor, pre: Tensor) -> Tensor:
 def write_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write a sublayer's y [..., D]: stream j of x [T, N, D], in the arithmetic dtype, becomes post_j y + sum_i comb[i, j] x_i,
     rounded once."""
-    y = cast(y, x.dtype).view(-1, 1, x.shape[-1])
-    return to_bf16((post.unsqueeze(-1) * y).baddbmm_(comb.transpose(-1, -2), x))                     # [T, N, D]
+    y = post.unsqueeze(-1) * cast(y, x.dtype).view(-1, 1, x.shape[-1])                               # [T, N, D]
+    return to_bf16(torch.baddbmm(y, comb.transpose(-1, -2), x, out=y))
 
 
 class Block(nn.Module):
