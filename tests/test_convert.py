@@ -230,11 +230,16 @@ def test_a_scale_in_another_file_than_its_weight_is_legal() -> None:
     assert open_checkpoint(CHECKPOINT).ranks is None
 
 
-def test_no_save_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--random", str(PARALLEL)], ["--hf-ckpt-path", str(CHECKPOINT), "--save-path", "x"], []):
-        with pytest.raises(SystemExit) as error:
-            convert.main(arguments)
-        assert error.value.code == 2
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--random", str(PARALLEL)], "--save-path is needed"), ([], "one of the arguments"),
+    (["--check", str(CHECKPOINT), "--bogus"], "unrecognized arguments: --bogus"),
+    (["--hf-ckpt-path", str(CHECKPOINT), "--save-path", "x"], "--model-parallel is needed"),
+    (["--random", str(PARALLEL), "--save-path", "x", "--seed", "y"], "argument --seed: invalid int value: 'y'"),
+    (["--check", str(CHECKPOINT), "--random", str(PARALLEL)], "not allowed with argument --check")])
+def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and sentence in err and err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------- random weights
@@ -305,8 +310,9 @@ def test_a_random_model_stays_sane(parallel: Path) -> None:
 def test_random_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for target in (tmp_path / "full", tmp_path / "full" / "x"):
-        with pytest.raises(ValueError, match="is not an empty folder"):
+    for target, sentence in ((tmp_path / "full", "is not empty: x is not part of an earlier run for"),
+                             (tmp_path / "full" / "x", "is not a folder")):
+        with pytest.raises(ValueError, match=sentence):
             write_random(PARALLEL, target, 0)
     with pytest.raises(ValueError, match="seed -1 is negative"):
         write_random(PARALLEL, tmp_path / "new", -1)
@@ -316,6 +322,77 @@ def test_random_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"needs [\d,]+ bytes of free disk space, 5,000,000 are left; nothing was wr"):
         write_random(PARALLEL, tmp_path / "new" / "deeper", 0)
     assert not (tmp_path / "new").exists()
+
+
+class Killed(BaseException):
+    """As if the process had gone: nothing after it runs."""
+
+
+@pytest.fixture
+def half_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is left of the run that makes `parallel`, killed while it wrote the second file."""
+    target = tmp_path / "half"
+
+    def killed(file: int) -> None:
+        if list(target.glob("model-00002*.partial")):
+            raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.os, "fsync", killed)
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process cleans nothing up
+        with pytest.raises(Killed):
+            write_random(PARALLEL, target, 5, CHECKPOINT)
+    assert sorted(p.name for p in target.iterdir()) == [
+        "config.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors.partial", "tokenizer.json",
+        "tokenizer_config.json"]
+    return target
+
+
+def test_a_killed_random_run_is_taken_up_again(half_random: Path, parallel: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="holds neither"):
+        open_checkpoint(half_random)
+    first = half_random / "model-00001-of-00003.safetensors"
+    written = first.stat().st_mtime_ns
+    (half_random / (convert.INDEX + ".partial")).write_text("{")
+    arguments = ["--random", str(PARALLEL), "--save-path", str(half_random), "--seed", "5", "--tokenizer", str(CHECKPOINT)]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_safetensors", interrupted)
+        assert convert.main(arguments) == 130
+    assert capsys.readouterr().err == "interrupted; the same command takes it up again\n"
+    for _ in range(2):  # a finished one is complete as it is
+        assert convert.main(arguments) == 0
+        assert first.stat().st_mtime_ns == written, "finished, but written again"
+        assert sorted(p.name for p in half_random.iterdir()) == sorted(p.name for p in parallel.iterdir())
+        for path in half_random.iterdir():
+            assert path.read_bytes() == (parallel / path.name).read_bytes()
+
+
+def test_what_another_random_run_left_is_refused(half_random: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps(json.loads(PARALLEL.read_text()) | {"bos_token_id": 7}))
+    write_random(PARALLEL, tmp_path / "six", 6)
+
+    def refused(sentence: str, config: Path = PARALLEL, seed: int = 5, tokenizer: Path | None = CHECKPOINT) -> None:
+        before = {p.name: p.read_bytes() for p in half_random.iterdir()}
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            write_random(config, half_random, seed, tokenizer)
+        assert {p.name: p.read_bytes() for p in half_random.iterdir()} == before
+    first = half_random / "model-00001-of-00003.safetensors"
+    name, ours = first.name, first.read_bytes()
+    refused(f"{name} does not hold the random weights of {PARALLEL} with seed 6", seed=6)
+    refused("config.json is not part of an earlier run", tmp_path / "other.json")
+    refused("tokenizer.json is not part of an earlier run", tokenizer=None)
+    shutil.copy(tmp_path / "six" / name, first)
+    refused(f"{name} does not hold the random weights of")
+    save_file(load_file(first), first)
+    refused(f"{name} does not hold the random weights of")
+    first.write_bytes(ours[:-1])
+    refused(f"{name} has ")
+    first.write_bytes(ours)
+    (half_random / "notes.partial").touch()
+    refused("is not empty: notes.partial is not part of an earlier run")
 
 
 # ------------------------------------------------------------------------------------------------------------- shards
@@ -389,10 +466,6 @@ def test_sizes_that_do_not_divide_are_refused(parallel: Path, tmp_path: Path) ->
         arguments = [str(parallel), "--save-path", str(tmp_path / "x"), "--model-parallel", str(size)]
         assert convert.main([*CUT, *arguments]) == 1
     assert not (tmp_path / "x").exists()
-
-
-class Killed(BaseException):
-    """As if the process had gone: nothing after it runs."""
 
 
 def test_a_killed_run_leaves_nothing_that_looks_finished_and_is_taken_up_again(
