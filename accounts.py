@@ -54,11 +54,12 @@ def describe(config: ModelConfig, draft: nn.Module | None) -> str:
     prefill = sum(encoder.values()) - encoder["Engram tables"] - encoder["routed experts"] + start * c.num_experts_per_tok * per_expert
     lines += ["", "parameters (logical: two to a byte of FP4, scales not counted)"]
     lines += [f"  {kind:34} {count / 1e9:10.4f} B" for kind, count in n.items() if count]
-    lines += [f"  {text:34} {count / 1e9:10.4f} B   {note}".rstrip() for text, count, note in (
-        ("total", total, ""),
-        ("backbone", backbone, "all but Engram tables, draft head and vision"),
-        ("active per decoded token", active, "whole embedding, head, Engram projections; the token's routed experts"),
-        ("active per token of the prompt", prefill, f"layers 0-{start - 1} alone, neither embedding nor head"))]
+    for text, count, note in (
+            ("total", total, ""),
+            ("backbone", backbone, "all but Engram tables, draft head and vision"),
+            ("active per decoded token", active, "whole embedding, head, Engram projections; the token's routed experts"),
+            ("active per token of the prompt", prefill, f"layers 0-{start - 1} alone, neither embedding nor head")):
+        lines += [f"  {text:34} {count / 1e9:10.4f} B"] + [f"    ({note})"] * bool(note)
     lines += [f"  {'bytes on disk':34} {sum(t.nbytes for t in model.parameters()):,}", "", "global KV, bytes per token"]
     per_token = 0.0
     for p in plans:

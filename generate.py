@@ -36,7 +36,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from benchmark import random_benchmark, run_benchmark
-from convert import INDEX, Parser, check_context, load_model
+from convert import INDEX, Parser, check_context, load_model, open_checkpoint
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
 from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion, prompt_ids,
                       render_segments, split_reply)
@@ -833,7 +833,8 @@ def random_seed(directory: str) -> int | None:
 
 def check_benchmark(args: argparse.Namespace) -> None:
     """ValueError, before anything is loaded, for lengths of a benchmark beyond the context of its model."""
-    config = ModelConfig.from_json(args.random or Path(args.ckpt_path) / "config.json")
+    with contextlib.redirect_stderr(io.StringIO()):              # what there is to note about it is said by loading
+        config = ModelConfig.from_json(args.random) if args.random else open_checkpoint(args.ckpt_path).config
     for length in args.benchmark:
         check_context(config, "--benchmark", length, 0 if args.random else args.benchmark_decode)
     for length in args.context:

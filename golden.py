@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ from encoding import encode_messages, image_source
 from model import (Block, Cache, Chunk, ImageTokens, ModelConfig, Output, Selection, SparseAttention, Transformer,
                    plan_layers)
 from quant import FakeQuant, Linear, RMSNorm, to_bf16
-from recordings import (BAD_INPUT, BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, Recording, Report,
+from recordings import (BAD_INPUT, BOOKKEEPING, FLOAT32, LEVELS, MARGINS, SETS, STEPS, TYPES, WIDTH, Recording, Report,
                         compare, compare_array, manifest_path, order, plot, read_json, result_table, selection_map,
                         show, table)
 from vision import ImageInput, load_image
@@ -829,17 +830,22 @@ def _compare(args: argparse.Namespace) -> int:
         more = f" and {count - 8} more" if count > 8 else ""
         lacking.insert(0, f"compared only in part: {', '.join(parts[:8])}{more}")
     passed = f"PASSED on what B holds: {count} tensor{'s' * (count > 1)} in part" if parts else "PASSED"
-    print("\n" + "\n".join([*report.notes, *lacking, *report.verdict, passed if report.passed else "FAILED"]))
+    sentences = [*report.notes, *lacking, *report.verdict, passed if report.passed else "FAILED"]
+    print("\n" + "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="    ", break_long_words=False,
+                                         break_on_hyphens=False) for sentence in sentences))
     return 0 if report.passed else 1
 
 
 def _noise(args: argparse.Namespace) -> int:
     found = noise(Recording(args.a), args.ckpt_path, args.runs, args.rate, args.at, args.seed)
-    rows = [["tensor", "max abs", "rel L2", "margin", "local max abs", "local rel L2", "local margin"]]
+    values, ids = [["tensor", "max abs", "rel L2", "local max abs", "local rel L2"]], [["ids", "margin", "local margin"]]
     for name, free in found["free"].items():
-        cells = [t.get(key) for t in (free, found["local"][name]) for key in ("max_abs", "rel_l2", "margin")]
-        rows.append([name, *("-" if value is None else f"{value:.3g}" for value in cells)])
-    print(table(rows, sys.stdout.isatty()) + f"\n\nwritten to {manifest_path(Path(args.a))}")
+        keys, rows = (("margin",), ids) if "margin" in free else (("max_abs", "rel_l2"), values)
+        rows.append([name, *(f"{tolerance[key]:.3g}" for tolerance in (free, found["local"][name]) for key in keys)])
+    for rows in (values, ids):
+        if len(rows) > 1:
+            print(table(rows, sys.stdout.isatty()) + "\n")
+    print(f"written to {manifest_path(Path(args.a))}")
     return 0
 
 
@@ -851,7 +857,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(description="Record golden outputs and compare recordings.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True, metavar="record|compare|noise|show")
     r = commands.add_parser("record", help="run the model and record it")
     r.set_defaults(run=_record, command_line=sys.argv[1:] if arguments is None else arguments)
     r.add_argument("--ckpt-path", required=True, metavar="DIR")

@@ -25,6 +25,7 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I6
          "I8": torch.int8}
 LEVELS = ("logits", "layers", "all")
 BAD_INPUT = IndexError, KeyError, RuntimeError, TypeError, AttributeError, re.error, SafetensorError
+WIDTH = 80               # of what is printed
 BLOCK = 32 << 20         # bytes of one tensor in memory at a time, when files are compared
 
 # The arrays of a layer in the order of computation: the level that records each, and what computes it.
@@ -615,30 +616,38 @@ def describe(r: Result) -> str:
     return f"{r.name} ({'; '.join(parts)}) <- {mechanism(r.name)}" if parts else f"{r.name} <- {mechanism(r.name)}"
 
 
-def table(rows: list[list[str]], pretty: bool) -> str:
-    """Columns under a header; lines and colours where someone looks at it."""
+def table(rows: list[list[str]], pretty: bool, below: dict[int, str] | None = None) -> str:
+    """Columns under a header; lines and colours where someone looks at it. `below`: lines that follow rows, by number.
+    At most WIDTH wide: a first cell that is too long for that stands above the others of its row."""
     widths = [max(len(row[j]) for row in rows) for j in range(len(rows[0]))]
     bar, rule = (" │ ", "─") if pretty else ("  ", "")
-    cells = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))] for row in rows]
-    lines = [bar.join(row) for row in cells]
-    if pretty:
-        colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
-        codes = [colour.get(row[-1]) for row in rows]
-        lines = [line if code is None else f"\x1b[{code}m{line}\x1b[0m" for code, line in zip(codes, lines)]
-        lines.insert(1, "─┼─".join(rule * w for w in widths))
-    return "\n".join(line.rstrip() for line in lines)
+    widths[0] = min(widths[0], max(len(rows[0][0]), WIDTH - sum(widths[1:]) - len(bar) * (len(widths) - 1)))
+    colour = {"equal": 32, "close": 32, "tie": 33, "near tie": 33, "DIFFERENT": 31}
+    lines = []
+    for i, row in enumerate(rows):
+        name, *cells = row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))
+        above = [] if len(name) == widths[0] else [name]
+        own = [*above, bar.join([" " * widths[0] if above else name, *cells]).rstrip()]
+        own += [below[i]] if below and i in below else []
+        code = colour.get(row[-1]) if pretty else None
+        lines += own if code is None else [f"\x1b[{code}m{line}\x1b[0m" for line in own]
+        if pretty and i == 0:
+            lines.append("─┼─".join(rule * w for w in widths))
+    return "\n".join(lines)
 
 
 def result_table(results: list[Result], pretty: bool) -> str:
-    rows = [["tensor", "shape", "compared", "max abs", "rel L2", "bf16 equal", "ulps", "NaN/inf", "first", "status"]]
+    """A row for each array; below it, where anything differs, from which position on and by how much."""
+    rows, below = [["tensor", "shape", "compared", "bf16 equal", "status"]], {}
     for r in results:
-        real = r.name.rpartition(".")[2] not in MARGINS
-        values = [f"{r.max_abs:.3g}", f"{r.rel_l2:.2e}", f"{r.same:.3%}", str(r.ulps)]
-        values = values if real else ["-", "-", values[2], "-"]
-        first = "-" if r.first is None else str(r.first)
         compared = f"{r.rows[0]} of {r.rows[1]}" if r.rows[0] < r.rows[1] else str(r.rows[0])
-        rows.append([r.name, "x".join(map(str, r.shape)), compared, *values, str(r.unreal or "-"), first, r.status])
-    return table(rows, pretty)
+        rows.append([r.name, "x".join(map(str, r.shape)), compared, f"{r.same:.3%}", r.status])
+        if r.first is not None or r.max_abs:
+            text = f"    first {'-' if r.first is None else r.first:>6}"
+            if r.name.rpartition(".")[2] not in MARGINS:
+                text += f"  max abs {r.max_abs:>8.3g}  rel L2 {r.rel_l2:>8.2e}  ulps {r.ulps:>5}"
+            below[len(rows) - 1] = text + (f"  NaN/inf {r.unreal}" if r.unreal else "")
+    return table(rows, pretty, below)
 
 
 def plot(report: Report, path: str) -> None:
@@ -665,7 +674,7 @@ def plot(report: Report, path: str) -> None:
 # ------------------------------------------------------------------------------------------------------ showing
 
 def show(a: Recording, pretty: bool) -> str:
-    m, rows = a.manifest, [["tensor", "type", "shape", "least", "largest", "mean", "rms", "NaN"]]
+    m, rows, below = a.manifest, [["tensor", "type", "shape", "NaN"]], {}
     facts = ("numerics", "prefill", "level", "positions", "device", "versions", "weights", "command")
     lines = [f"{a.path}: {len(a.tokens)} tokens, {a.prompt} of them the prompt"]
     lines += [f"  {key}: {m[key]}" for key in facts if m.get(key)]
@@ -675,12 +684,12 @@ def show(a: Recording, pretty: bool) -> str:
         x = a.rows(name, 0, some) if shape else a._tensor(name)
         y = x.double().flatten()
         y = y[~y.isnan()]
-        stats = ["-"] * 4
-        if y.numel():
-            stats = [f"{float(t):.4g}" for t in (y.min(), y.max(), y.mean(), y.square().mean().sqrt())]
         kind = str(x.dtype).removeprefix("torch.")
-        rows.append([name, kind, "x".join(map(str, shape)), *stats, str(x.numel() - y.numel() or "-")])
-    return "\n".join(lines) + "\n\n" + table(rows, pretty)
+        rows.append([name, kind, "x".join(map(str, shape)), str(x.numel() - y.numel() or "-")])
+        if y.numel():
+            low, high, mean, rms = (f"{float(t):.4g}" for t in (y.min(), y.max(), y.mean(), y.square().mean().sqrt()))
+            below[len(rows) - 1] = f"    {low:>10} to {high:<10}  mean {mean:>10}  rms {rms:>9}"
+    return "\n".join(lines) + "\n\n" + table(rows, pretty, below)
 
 
 def selection_map(a: Recording, layer: int, picture: str | None) -> str:
@@ -690,7 +699,7 @@ def selection_map(a: Recording, layer: int, picture: str | None) -> str:
         raise ValueError(f"{a.path} holds no {name}: only index sources select rows, the layers after one reuse them")
     ids = a.all(name).long()
     n, first = max(int(ids.max()) + 1, 1), a.first(name)
-    high, wide = (1024, 1024) if picture else (40, 100)
+    high, wide = (1024, 1024) if picture else (40, WIDTH)
     grid = torch.zeros(min(high, len(ids)), min(wide, n))
     at, chosen = torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)[ids >= 0], ids[ids >= 0]
     place = at * len(grid) // len(ids), chosen * grid.shape[1] // n

@@ -12,11 +12,13 @@ them than they once did. `with_windows` keeps them (released: some 3 MB), and th
 """
 from __future__ import annotations
 
-import argparse
+import contextlib
 import hashlib
+import io
 import json
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +30,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from convert import check_space, load_model, read_header, weights_digest, write_atomically
+from convert import (Parser, check_context, check_space, load_model, open_checkpoint, read_header, weights_digest,
+                     write_atomically)
 from model import KEY_BLOCK, WORKING_SET, Cache, ImageTokens, ModelConfig, Snapshot, Transformer, plan_layers
 from vision import IMAGE, TEXT, ImageInput, image_span
 
@@ -281,7 +284,7 @@ def _gap_lines(model: Transformer, start: tuple[Cache, Tensor | None], at_end: C
     rows += [model(torch.tensor([[token]]), cache).logits[0, 0] for token in fed]
     for k, (a, b) in enumerate(zip(logits, rows)):
         if (k or first is not None) and k & (k - 1) == 0 or k == len(fed):
-            what = "logits of the prompt's last token" if not k else f"logits after {k} tokens"
+            what = "last logits of the prompt" if not k else f"logits after {k} tokens"
             lines.append((what, _apart(a, b) + ("" if a.argmax() == b.argmax() else " *")))
     span = slice(1 if first is None else 0, None)
     agree = sum(int(a.argmax() == b.argmax()) for a, b in zip(logits[span], rows[span]))
@@ -302,8 +305,15 @@ def gap_table(columns: dict[str, list[tuple[str, str]]]) -> str:
     """Lines that a column lacks (the logits of a prompt that a resumed session did not read) stay empty."""
     whats = list(dict.fromkeys(what for lines in columns.values() for what, _ in lines))
     whats.sort(key=lambda what: not what.startswith(("global", "window")))   # stable: logits of the prompt come after
-    rows = [["", *columns]] + [[what, *(dict(lines).get(what, "") for lines in columns.values())] for what in whats]
-    return "\n".join(f"{row[0]:36}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
+    rows = _headers("", columns, 10) + [[what, *(dict(lines).get(what, "") for lines in columns.values())] for what in whats]
+    return "\n".join((f"{row[0]:30}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip() for row in rows)
+
+
+def _headers(first: str, columns: Sequence[str], width: int) -> list[list[str]]:
+    """Names of columns as rows of words that fit: the last row is the one above the numbers."""
+    words = [[first], *(textwrap.wrap(name, width - 1) for name in columns)]
+    high = max(map(len, words))
+    return [list(row) for row in zip(*([""] * (high - len(column)) + column for column in words))]
 
 
 # ----------------------------------------------------------------------------------------------- cost of a long context
@@ -377,19 +387,22 @@ def cost_table(config: ModelConfig, contexts: Sequence[int]) -> str:
     """FLOPs of a decoded token by format, plain and weighted, and how much they grow with the context."""
     at = {context: decode_cost(config, context) for context in contexts}
     formats = list(WEIGHTINGS["plain"])
+    widths = {head: max(9, len(head) + 2) for head in (*formats, "all", "index scans")}
     lines = ["GFLOP of one decoded token, by the format of the operands",
-             f"{'context':>10}" + "".join(f"{fmt:>12}" for fmt in formats) + f"{'all':>12}{'index scans':>14}"]
+             f"{'context':>10}" + "".join(f"{head:>{width}}" for head, width in widths.items())]
     for context, costs in at.items():
         by = [sum(cost.flops for cost in costs if cost.format == fmt) for fmt in formats]
         scans = sum(cost.flops for cost in costs if cost.part == "index scan")
-        cells = "".join(f"{flops / 1e9:>12.3f}" for flops in (*by, sum(by)))
-        lines.append(f"{context:>10}{cells}{scans / 1e9:>14.3f}")
-    lines += ["", f"growth from {contexts[0]:,}, weighting the formats " + ", ".join(formats)]
-    for name, weights in WEIGHTINGS.items():
-        base = weighted(at[contexts[0]], weights)
-        growth = "".join(f"{weighted(costs, weights) / base - 1:>+10.1%}" for costs in at.values())
-        lines.append(f"  {name:28} {' : '.join(f'{w:g}' for w in weights.values()):>22}{growth}")
-    return "\n".join(lines)
+        cells = (f"{flops / 1e9:>{width}.3f}" for flops, width in zip((*by, sum(by), scans), widths.values()))
+        lines.append(f"{context:>10}" + "".join(cells))
+    rows = _headers("weight of", list(WEIGHTINGS), 14)
+    rows += [[fmt, *(f"{weights[fmt]:g}" for weights in WEIGHTINGS.values())] for fmt in formats]
+    rows.append(["context"] + [""] * len(WEIGHTINGS))
+    for context, costs in at.items():
+        grown = (weighted(costs, weights) / weighted(at[contexts[0]], weights) - 1 for weights in WEIGHTINGS.values())
+        rows.append([str(context), *(f"{growth:+.1%}" for growth in grown)])
+    lines += ["", f"growth from {contexts[0]:,}, by weighting of the formats"]
+    return "\n".join(lines + [(f"{row[0]:>10}" + "".join(f"{cell:>14}" for cell in row[1:])).rstrip() for row in rows])
 
 
 # ------------------------------------------------------------------------------------------------ measured, on the spot
@@ -495,10 +508,22 @@ def prefill_table(model: Transformer, length: int, seed: int) -> str:
 
 # --------------------------------------------------------------------------------------------------------- command line
 
+CONTEXTS = {"cost": (4096, 16384, 65536, 262144, 1048576), "time": (4096, 32768, 524288)}
+
+
+def contexts_within(config: ModelConfig, command: str, given: Sequence[int] | None, decoded: int = 0) -> list[int]:
+    """The contexts given, all within the model's context, or those of the default that are."""
+    room = max(1, config.max_position_embeddings - decoded)
+    contexts = given or [n for n in CONTEXTS[command] if n <= room] or [room]
+    for context in contexts:
+        check_context(config, "--contexts", context, decoded)
+    return list(contexts)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(description="What the Causal Encoder-Decoder saves and costs.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(description="What the Causal Encoder-Decoder saves and costs.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="gap|cost|time|prefill")
     for name, text in (("gap", "bounded replay against the full result"), ("cost", "FLOPs of a decoded token"),
                        ("time", "seconds of a decoded token"), ("prefill", "FLOPs and seconds of the ways of prefill")):
         add = commands.add_parser(name, help=text, allow_abbrev=False).add_argument
@@ -514,22 +539,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in ("gap", "time"):
             add("--decode", metavar="N", type=int, default=64 if name == "gap" else 8)
         if name in ("cost", "time"):
-            some = "4096,16384,65536,262144,1048576" if name == "cost" else "4096,65536,524288"
-            add("--contexts", metavar="N,N,...", default=some, help="default %(default)s")
-    args = parser.parse_args(arguments)
+            add("--contexts", metavar="N,N,...", help=f"default {','.join(map(str, CONTEXTS[name]))}, those within the "
+                "model's context")
     try:
-        contexts = [int(n) for n in getattr(args, "contexts", "1").split(",") if n.isdecimal() and int(n)]
-        if not contexts or min(contexts[0], getattr(args, "prompt_tokens", 1), getattr(args, "decode", 1)) < 1:
+        args = parser.parse_args(arguments)
+        text = getattr(args, "contexts", None)
+        contexts = None if text is None else [int(n) if n.isdecimal() else 0 for n in text.split(",")]
+        if min(*(contexts or [1]), getattr(args, "prompt_tokens", 1), getattr(args, "decode", 1)) < 1:
             raise ValueError("--contexts, --prompt-tokens and --decode take numbers of 1 or more")
         if args.command == "cost":
-            print(cost_table(ModelConfig.from_json(args.config), contexts))
+            config = ModelConfig.from_json(args.config)
+            print(cost_table(config, contexts_within(config, "cost", contexts)))
             return 0
+        with contextlib.redirect_stderr(io.StringIO()):  # what there is to note about it is said by loading
+            config = open_checkpoint(args.ckpt_path).config
+        if args.command == "time":
+            contexts = contexts_within(config, "time", contexts, args.decode + 1)
+        else:
+            check_context(config, "--prompt-tokens", args.prompt_tokens, getattr(args, "decode", 0))
         model = load_model(args.ckpt_path, args.exact, args.device)
         if args.command == "gap":
             g = torch.Generator().manual_seed(args.seed)
             tokens = torch.randint(model.config.vocab_size, (args.prompt_tokens,), generator=g)
             print(f"{args.ckpt_path}, {'exact' if args.exact else 'fast'}, {args.prompt_tokens} random tokens, window "
-                  f"{model.config.sliding_window}; distance from full prefill, relative; *: another best token")
+                  f"{model.config.sliding_window}\ndistance from full prefill, relative; *: another best token")
             print(gap_table(gap(model, tokens, args.decode)))
         elif args.command == "time":
             print(time_table(model, contexts, args.decode))

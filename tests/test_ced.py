@@ -323,13 +323,15 @@ def test_bounded_prefill_of_8192_tokens_takes_at_most_062_of_the_time(tmp_path: 
 def test_the_gap_command_reports_where_bounded_replay_differs(ced: Ced, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ckpt-path", str(ced.directory), "--prompt-tokens", "71", "--decode", "5", "--device", "cpu"]
     assert session.main(["gap", "--exact", *arguments]) == 0
-    head, columns, *lines = capsys.readouterr().out.splitlines()
-    assert "71 random tokens, window 8" in head and columns.split()[:3] == ["bounded", "exact-replay", "resumed"]
-    cells = {line[:36].strip(): line[36:].replace(" *", "").split() for line in lines}
+    head, _, *columns = capsys.readouterr().out.splitlines()
+    assert "71 random tokens, window 8" in head and max(map(len, columns)) <= 80
+    above, below, *lines = columns
+    assert above.split() == ["exact-", "resumed,", "with"] and below.split()[:3] == ["bounded", "replay", "resumed"]
+    cells = {line[:30].strip(): line[30:].replace(" *", "").split() for line in lines}
     assert cells["global KV of the prompt"] == ["equal"] * 5
     assert all(cells[f"window rows of layer {i}"][0] == "0" for i in range(4))
     assert all(float(cells[f"window rows of layer {i}"][0]) > 0 for i in range(4, 7))
-    bounded, exact = cells["logits of the prompt's last token"]
+    bounded, exact = cells["last logits of the prompt"]
     assert float(bounded) > 0 and exact == "0"
     for k in (1, 2, 4, 5):
         bounded, exact, resumed, _, kept = cells[f"logits after {k} tokens"]

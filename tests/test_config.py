@@ -10,6 +10,7 @@ from typing import Any, Callable
 import pytest
 import torch
 
+import accounts
 from convert import DTYPES, checkpoint_name, checkpoint_schema
 from dspark import DSpark
 from golden_data import CHECKPOINT
@@ -303,3 +304,12 @@ def test_case_31_sizes_that_compute_nothing_are_refused(key: str, value: object)
     published["text_config"][key] = value
     with pytest.raises(ValueError, match=key):
         ModelConfig.from_dict(published)
+
+
+def test_the_accounts_of_the_released_configuration_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert accounts.main([str(RELEASED)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for line in ("  total                                763.2053 B", "  active per decoded token              16.7925 B",
+                 "    (layers 0-19 alone, neither embedding nor head)", "  total 890"):
+        assert line in out.splitlines()

@@ -25,6 +25,9 @@ from tqdm import tqdm
 from vision import load_image
 
 
+PARALLEL = str(Path(__file__).parent / "configs" / "parallel.json")
+
+
 # ------------------------------------------------------------------------------------------- running the command line
 
 @dataclass(frozen=True)
@@ -330,6 +333,10 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer: Tokenizer, monk
     (["--benchmark", "a,b"], "--benchmark a,b"), (["--benchmark", "0"], "--benchmark 0"),
     (["--draft-confidence", "0.5", "--prompt", "x"], "--speculative"),
     (["--image", "x", "--benchmark", "4"], "--image"),
+    (["--benchmark", "8,500"], "--benchmark: 500 tokens and 64 decoded tokens are more than the model's context of 512"),
+    (["--benchmark", "512", "--benchmark-decode", "1"], "512 tokens and 1 decoded token are more"),
+    (["--random", PARALLEL, "--benchmark", "2049"], "--benchmark: 2,049 tokens are more than the model's context of 2,048"),
+    (["--random", PARALLEL, "--benchmark", "8", "--context", "2048"], "--context: 2,048 tokens and 1 decoded token are"),
     (["--prompt", ""], "the prompt is empty"), (["--prompt", " \n\t"], "the prompt is empty"),
     (["--prompt", "caf\udce9"], "the prompt is not valid UTF-8"), (["--prompt", "x <｜deepseek_image｜>"], "as text"),
     (["--prompt", "word " * 20_000], "no room for an answer in a context of 512"),

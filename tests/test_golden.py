@@ -381,6 +381,19 @@ def test_tables_are_rich_for_people_and_plain_in_a_pipe(image_run: Path, copy_of
     a = Recording(image_run)
     rich = recordings.result_table(recordings.compare(a, Recording(b, like=a)).results, pretty=True)
     assert "│" in rich and "\x1b[31mlogits" in rich
+    for shown in (text, re.sub(r"\x1b\[\d*m", "", rich)):
+        assert max(map(len, shown.splitlines())) <= 80
+    # below a row that differs: where and by how much
+    assert re.search(r"^logits .*\n    first +3  max abs +1  rel L2 \d\.\d\de-\d\d  ulps +\d+$", text, re.M)
+
+
+def test_a_table_of_any_names_fits(capsys: Capture) -> None:
+    names = ["tensor", "layers.20.candidates_margin", "step.0.model.layers.4.self_attn.indexer.topk_indices"]
+    for pretty in (False, True):
+        shown = recordings.table([[name, "1048576x4x5120", "400 of 65536", "98.760%"] for name in names], pretty, {1: "below"})
+        lines = shown.splitlines()
+        assert max(map(len, lines)) <= 80 and lines[-2] == names[-1] and lines[-1].split()[-1] == "98.760%"
+        assert lines.index("below") == lines.index(next(line for line in lines if line.startswith(names[1]))) + 1
 
 
 def test_a_plot_asks_for_matplotlib_in_a_sentence(image_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -553,7 +566,12 @@ def test_noise_gives_tolerances_that_pass_other_arithmetic_and_no_bug(folder: Pa
     exact = record(folder, "short", "exact", "--no-draft", decode=1)
     fast = record(folder, "short", "fast", "--fast", "--no-draft", decode=1)
     assert compare(capsys, exact, fast, "--ckpt-path", CHECKPOINT)[0] == 1    # without tolerances: equality
+    capsys.readouterr()
     assert golden.main(["noise", str(exact), "--ckpt-path", str(CHECKPOINT), "--runs", "1"]) == 0
+    values, ids, _ = capsys.readouterr().out.split("\n\n")
+    assert max(map(len, [*values.splitlines(), *ids.splitlines()])) <= 80
+    assert re.search(r"^layers\.3\.attn_out( +[\d.e-]+){4}$", values, re.M)
+    assert re.search(r"^layers\.5\.topk( +\S+){2}$", ids, re.M)
     found = json.loads(recordings.manifest_path(exact).read_text())["tolerances"]
     assert 0 < found["local"]["layers.3.attn_out"]["rel_l2"] < 0.01 < found["free"]["layers.9.output"]["rel_l2"]
     code, report = compare(capsys, exact, fast, "--ckpt-path", CHECKPOINT)
@@ -569,10 +587,12 @@ def test_show(image_run: Path, tmp_path: Path, capsys: Capture) -> None:
     assert golden.main(["show", str(image_run)]) == 0
     text = capsys.readouterr().out
     assert "84 tokens, 78 of them the prompt" in text and "numerics: exact" in text
-    assert re.search(r"^layers\.5\.topk +int32 +84x24 ", text, re.M)
+    assert re.search(r"^layers\.5\.topk +int32 +84x24 +-\n +-1 to 83 +mean +\d+\.\d+  rms +\d+\.\d+$", text, re.M)
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("  command: ", str(image_run)))) <= 80
     assert golden.main(["show", str(image_run), "--layer", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "positions 0 to 83 downwards, rows 0 to 83" in lines[0]
+    assert max(map(len, lines)) <= 80
     assert lines[1].strip() and len(lines[1].rstrip()) < len(lines[-1].rstrip())     # nobody selects what comes later
     assert golden.main(["show", str(image_run), "--layer", "5", "--picture", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -587,7 +607,9 @@ def test_show(image_run: Path, tmp_path: Path, capsys: Capture) -> None:
     (["--prompt", "x", "--positions", "900:901"], "not within"),
     (["--prompt", "x", "--fake-quant-off", "kv"], "is not one of"),
     (["--prompt", "x", "--image", "none.png"], "none.png"),
-    (["--prompt", "x", "--decode", "-1"], "nothing to record")])
+    (["--prompt", "x", "--decode", "-1"], "nothing to record"), (["--prompt", "x", "--bogus"], "--bogus"),
+    (["--prompt", "x", "--decode", "y"], "argument --decode: invalid int value: 'y'"),
+    (["--prompt", "x", "--decode", "600"], "tokens and 600 decoded tokens are more than the model's context of 512")])
 def test_bad_input_is_a_sentence(arguments: list[str], words: str, tmp_path: Path, capsys: Capture) -> None:
     out = str(tmp_path / "x.safetensors")
     assert golden.main(["record", "--ckpt-path", str(CHECKPOINT), "--device", "cpu", "--out", out, *arguments]) == 1
@@ -647,9 +669,13 @@ def test_a_long_recording_does_not_need_memory(tmp_path: Path) -> None:
     """65,536 tokens, all of two layers: measured 0.6 GiB of memory, 5 minutes of one core, a file of 0.9 GiB."""
     n = 65536
     tokens, out = random_tokens(n, tmp_path / "tokens.json"), tmp_path / "x.safetensors"
+    model = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = n          # made for 512
+    (model / "config.json").write_text(json.dumps(config))
     program = ("import resource, sys, torch; torch.set_num_threads(1); import golden; code = golden.main(sys.argv[1:]);"
                "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", program, "record", "--ckpt-path", str(CHECKPOINT), "--tokens", tokens,
+    done = subprocess.run([sys.executable, "-c", program, "record", "--ckpt-path", str(model), "--tokens", tokens,
                            "--device", "cpu", "--level", "all", "--layers", "5,7", "--out", str(out)],
                           check=True, capture_output=True, text=True, cwd=ROOT)
     assert int(done.stdout.split()[-1]) < 2 << 20       # KiB

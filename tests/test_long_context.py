@@ -380,6 +380,11 @@ def test_the_cost_and_time_commands(far: Transformer, capsys: pytest.CaptureFixt
     assert session.main(["cost"]) == 0
     out = capsys.readouterr().out
     assert " 1048576" in out and "+25.6%" in out and "+61.5%" in out and "21.643" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["1048576", "+61.5%", "+25.6%", "+26.5%", "+32.9%", "+15.5%"] == lines[-1] and max(map(len, out.splitlines())) <= 80
+    assert ["FP8", "x", "FP4", "1", "1", "1", "0.5", "0.5"] in lines
+    assert session.main(["cost", "--config", str(CHECKPOINT / "config.json")]) == 0     # a context of 512: that alone
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["512"]] == ["512"] * 2
     arguments = ["--ckpt-path", str(far.checkpoint), "--device", "cpu", "--contexts", "40,4000", "--decode", "2"]
     assert session.main(["time", *arguments]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

@@ -413,11 +413,24 @@ def test_a_model_that_came_from_no_checkpoint_has_no_sessions(ced: Ced, tmp_path
         session.save(tmp_path / "s", ced.model, ced.full(33), ced.ids[:33].tolist(), images_before(ced, 33))
 
 
-def test_the_commands_refuse_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_refuse_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    def at_once(*_: Any) -> None:
+        raise AssertionError("loaded before the arguments were checked")
+    monkeypatch.setattr(session, "load_model", at_once)
+    here, beyond = ["--ckpt-path", str(CHECKPOINT)], "are more than the model's context of 512"
     numbers = "--contexts, --prompt-tokens and --decode take numbers of 1 or more"
     for arguments, sentence in ((["gap", "--ckpt-path", str(tmp_path / "none")], "there is no folder"),
                                 (["cost", "--config", str(tmp_path / "none")], "there is no configuration at"),
-                                (["cost", "--contexts", "many"], numbers), (["gap", "--prompt-tokens", "0"], numbers)):
+                                (["cost", "--contexts", "many"], numbers), (["gap", "--prompt-tokens", "0"], numbers),
+                                (["cost", "--contexts", "4096,many"], numbers), ([], "the following arguments are required"),
+                                (["gap", "--bogus"], "unrecognized arguments: --bogus"),
+                                (["cost", "--contexts", "2000000"], "--contexts: 2,000,000 tokens are more"),
+                                (["gap", *here, "--prompt-tokens", "449"],
+                                 f"--prompt-tokens: 449 tokens and 64 decoded tokens {beyond}"),
+                                (["prefill", *here, "--prompt-tokens", "513"], f"--prompt-tokens: 513 tokens {beyond}"),
+                                (["time", *here, "--contexts", "8,510", "--decode", "2"],
+                                 f"--contexts: 510 tokens and 3 decoded tokens {beyond}")):
         assert session.main(arguments) == 1
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.startswith(f"error: {sentence}") and captured.err.count("\n") == 1
