@@ -889,7 +889,7 @@ class HyperConnection(nn.Module):
     def __init__(self, config: ModelConfig, num: Numerics) -> None:
         super().__init__()
         N, self.iters, eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
-        self.num, self.streams, self.eps = num, N, constant(config.rms_norm_eps, num.arith)
+        self.num, self.streams = num, N
         # Row and column sums of a flattened matrix are products with 0/1 matrices; a constant 1 beside the matrix adds eps.
         # That makes a step two operations, and there are 39 steps twice a layer.
         ones, eye = np.ones((N, N)), np.eye(N)
@@ -898,7 +898,8 @@ class HyperConnection(nn.Module):
         rows[-1, -1] = columns[-1, -1] = same[-1, -1] = 1
         part = np.repeat([0, 1, 2], [N, N, N * N])     # which of the three scales belongs to each column of the mixes
         for name, values in (("rows", rows), ("columns", columns), ("widen", same[:-1]), ("eps_1", same[-1]),
-                             ("factor", np.array([1, 2, 0])[part]), ("shift", np.array([eps, 0, 0])[part])):
+                             ("factor", np.array([1, 2, 0])[part]), ("shift", np.array([eps, 0, 0])[part]),
+                             ("rms_eps", np.array(config.rms_norm_eps))):
             self.register_buffer(name, torch.from_numpy(values).to(num.arith), persistent=False)
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
 
@@ -908,7 +909,7 @@ class HyperConnection(nn.Module):
         if self.num.exact:
             fn, scale, base = fn.double(), scale.double(), base.double()
         N, x = self.streams, x.flatten(1)
-        mix = F.linear(x, fn).mul_(inverse_rms(x, self.eps))                                         # [T, (2 + N) N]
+        mix = F.linear(x, fn).mul_(inverse_rms(x, self.rms_eps))                                      # [T, (2 + N) N]
         mix = torch.addcmul(base, mix, scale.index_select(0, self.part))
         gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)                                # sigmoid + eps, 2 sigmoid
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))

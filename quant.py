@@ -389,7 +389,7 @@ class Linear(nn.Module):
 
 
 def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: a `constant` of x's dtype."""
+    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: 0-dim, of x's dtype and device."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 

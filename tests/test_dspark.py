@@ -43,7 +43,7 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     # draft window one row short; rows that are not there are read; confidence of the normed state
     ("dspark.py", "torch.arange(-self.window, self.width", "torch.arange(1 - self.window, self.width",
      "test_drafts_equal_the_released_code[text-one shot]"),
-    ("dspark.py", "hidden = (wanted < self.first)[:, None, None]", "pass",
+    ("dspark.py", "masked_fill_(wanted < self.first, -torch.inf)", "masked_fill_(wanted < -9999, -torch.inf)",
      "test_the_first_tokens_of_a_text_can_be_drafted"),
     ("dspark.py", "torch.cat([hidden[:, i], markov], -1)", "torch.cat([last.norm(hidden[:, i]), markov], -1)",
      "test_drafts_equal_the_released_code[text-chunks]"),
