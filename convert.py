@@ -849,17 +849,20 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             own = [m for child in module.modules() for m in maps.get(child, [])]
             module.register_forward_hook(lambda *_, own=own: release(own))
     total = sum(parts[name].spec(schema[name]).nbytes for *_, names in plan for name in names)
+    if not offload:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.allocate(device)
     with progress_bar(total, "loading") as progress:
         for module, leaf, names in plan:
             parameter = getattr(module, leaf)
             if _EXPERT.fullmatch(names[0]) is None:
-                value = read(names[0]).to(device)
+                parameter = read(names[0]).to(device)
+                setattr(module, leaf, nn.Parameter(parameter, requires_grad=False))
             else:  # filled expert by expert: the stack is the only copy
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                 for i, name in enumerate(names):
-                    value[i].view(torch.uint8).copy_(read(name).view(torch.uint8))
-            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-            progress.update(value.nbytes)
+                    parameter[i].view(torch.uint8).copy_(read(name).view(torch.uint8))
+            progress.update(parameter.nbytes)
     for full, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):  # constants that the modules made themselves
             if buffer.is_meta:
@@ -869,7 +872,7 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             weight, scale = stored[f"{full}.weight"], stored[f"{full}.scale"]
             first = 0 if checkpoint.ranks is None else parts[f"{full}.weight"].start
             module.attach(TableRows.mapped(weight.path, f"{full}.weight", scale.path, f"{full}.scale", first))
-        elif isinstance(module, Experts) or isinstance(module, Linear) and module not in maps:
+        elif isinstance(module, Linear) and module not in maps:
             module.prepare()
     bind(model)
     model.engram_index, model.checkpoint = engram_index, checkpoint.directory

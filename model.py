@@ -765,21 +765,27 @@ class Experts(nn.Module):
         self.rows: tuple[Tensor, Tensor] | None = None
         self.pairs: Tensor | None = None
 
-    def prepare(self) -> None:
-        """Lay the packed matrices of an expert side by side, after loading, so that one look-up finds an expert and one
-        dequantisation serves it: codes uint8 [E, 3 I D / 2] and scales uint8 [E, 3 I D / 32], w1, w3, w2. The parameters
-        become views of them."""
-        matrices = (self.w1, self.w3, self.w2)
-        if any(w.store is not None or w.weight.is_meta for w in matrices):
-            return
-        rows = []
+    def allocate(self, device: torch.device) -> None:
+        """Storage in which the packed matrices of an expert lie side by side, so that one look-up finds an expert and one
+        dequantisation serves it: codes uint8 [E, 3 I D / 2] and scales uint8 [E, 3 I D / 32], w1, w3, w2. The parameters become
+        views of it, still to be filled."""
+        rows, matrices = [], (self.w1, self.w3, self.w2)
         for leaf in ("weight", "scale"):
             parts = [getattr(w, leaf) for w in matrices]
-            rows.append(torch.cat([p.view(torch.uint8).flatten(1) for p in parts], 1))
-            sizes = [p[0].numel() for p in parts]
-            for w, p, part in zip(matrices, parts, rows[-1].split(sizes, 1)):
-                setattr(w, leaf, nn.Parameter(part.view(p.dtype).view(p.shape), requires_grad=False))
+            sizes = [part[0].numel() for part in parts]
+            rows.append(torch.empty(self.local, sum(sizes), dtype=torch.uint8, device=device))
+            for w, part, view in zip(matrices, parts, rows[-1].split(sizes, 1)):
+                setattr(w, leaf, nn.Parameter(view.view(part.dtype).view(part.shape), requires_grad=False))
         self.rows = tuple(rows)
+
+    def prepare(self) -> None:
+        """Bring parameters that were assigned or moved one by one into such storage."""
+        filled = {name: value for name, value in self.named_parameters()}
+        if any(value.is_meta for value in filled.values()):          # to be read from disk when used
+            return
+        self.allocate(self.w1.weight.device)
+        for name, view in self.named_parameters():
+            view.view(torch.uint8).copy_(filled[name].view(torch.uint8))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         prepared, self.rows = self.rows is not None, None            # parameters move one by one, the views end there

@@ -3,6 +3,7 @@ test_goldens; the formats are test_quant; Engram and the vision tower have files
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -39,7 +40,7 @@ from model import (
     swiglu,
     write_streams,
 )
-from quant import E4M3_E8M0, Numerics, Ranks, fake_quantise, to_bf16
+from quant import E4M3_E8M0, Numerics, Ranks, dequantise_weight, fake_quantise, to_bf16
 from small_models import Small, randomise, small_config
 
 EXACT, FAST = Numerics(torch.float64), Numerics(torch.float32)
@@ -586,6 +587,30 @@ def test_case_21_experts_equal_the_twin(tokens: int) -> None:
     loose = twin.expert(x.double().numpy(), *[twin_expert(experts, 0)[i] for i in (0, 1, 2)], 0.0, None)
     tight = twin.expert(x.double().numpy(), *[twin_expert(experts, 0)[i] for i in (0, 1, 2)], config.swiglu_limit, None)
     assert not np.array_equal(loose, tight)  # the clamp bites here
+
+
+def test_experts_side_by_side_are_the_parameters_wherever_they_go() -> None:
+    """Moving, copying and writing into a parameter: what is multiplied is always the parameters, held once."""
+    experts = Experts(small_config(), 5, FAST, Ranks())
+    randomise(experts, 2)
+    chosen = torch.tensor([3, 0, 3])
+    apart = experts.dense(chosen)
+    w1, w3, w2 = (dequantise_weight(w.weight[e], w.scale[e], torch.float32)
+                  for w, e in ((experts.w1, 3), (experts.w3, 3), (experts.w2, 0)))
+    assert torch.equal(apart[0][0], torch.cat([w1, w3])) and torch.equal(apart[1][1], w2)
+    experts.prepare()
+    held = {t.untyped_storage().data_ptr() for t in experts.rows}
+    assert {p.untyped_storage().data_ptr() for p in experts.parameters()} == held and len(held) == 2
+    copied, moved = copy.deepcopy(experts), copy.deepcopy(experts)
+    moved.prepare()
+    moved._apply(lambda t: t.clone())                        # what .to(device) does
+    assert moved.rows is not None and {p.untyped_storage().data_ptr() for p in moved.parameters()} == {
+        t.untyped_storage().data_ptr() for t in moved.rows}
+    for same in (experts, copied, moved):
+        assert all(torch.equal(a, b) for a, b in zip(same.dense(chosen), apart))
+        same.w2.weight.zero_()                               # codes of 0
+        w13, w2 = same.dense(chosen)
+        assert torch.equal(w13, apart[0]) and w2.eq(0).all()
 
 
 def test_case_21_the_shared_expert_is_clamped_too() -> None:
