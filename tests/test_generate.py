@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -385,6 +386,14 @@ def test_random_weights_are_named(cli: Cli, tmp_path: Path) -> None:
         notes = [line for line in result.err.splitlines() if "random" in line]
         said = f"note: these weights are random (seed {seed}), so the answers mean nothing"
         assert notes == ([] if seed is None else [said])
+
+
+def test_a_benchmark_needs_no_tokenizer(cli: Cli, tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    assert cli("--ckpt-path", tmp_path, "--benchmark", "4", "--benchmark-decode", 1).code == 0
+    result = cli("--ckpt-path", tmp_path, "--prompt", "Hi")
+    assert result.code == 1 and result.err.splitlines()[-1] == f"error: there is no tokenizer.json in {tmp_path}"
 
 
 def test_benchmark_prints_a_table(cli: Cli, tiny: Transformer) -> None:
