@@ -19,7 +19,7 @@ The quantisers are literal float32 in both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Callable
 
 import torch
@@ -133,9 +133,8 @@ E2M1_E4M3 = BlockFormat("E2M1 in blocks of 16 with E4M3 scales", "e2m1", 16, "e4
 # The scale 2^ceil(log2(amax / largest)) of a bfloat16 amax is the exponent of amax times this: `largest` is 1.75 * 2^8 or
 # 1.5 * 2^2, the next bfloat16 mantissas are 1.7578 and 1.5078, and only these become 2 or more when 1.14 or 1.33 takes them.
 _STRETCH = {448.0: constant(1.14 * 2.0**-8, torch.float32), 6.0: constant(1.33 * 2.0**-2, torch.float32)}
-_EXPONENT = constant(0x7F800000, torch.int32)
-_SIX, _SHIFT, _E4M3_BITS, _BIAS, _HALF_ULPS = (constant(v, d) for v, d in ((6, torch.float32), (20, torch.int32), (
-    -0x78100000, torch.int32), (2.0**120, torch.float32), (0.75 * 2.0**23, torch.float32)))
+_SIX, _BIAS, _HALF_ULPS = (constant(v, torch.float32) for v in (6, 2.0**120, 0.75 * 2.0**23))
+_EXPONENT, _E4M3_BITS, _BYTE, _E4M3_SHIFT = (constant(v, torch.int32) for v in (0x7F800000, -0x78100000, 8, 20))
 _MAGNITUDES = torch.tensor(E2M1)
 
 
@@ -155,22 +154,19 @@ def encode_e2m1(v: Tensor) -> Tensor:
 
 
 _PAIR = {torch.bfloat16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}   # as wide as two of it
-_HALF = {pair: dtype for dtype, pair in _PAIR.items()}
 
 
-def e2m1_pairs(dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """The two values of every byte of E2M1 codes, low nibble first, in `dtype`: [256], each pair seen as one wide number,
-    which is looked up four times faster than a row of two."""
-    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype)
-    if device is not None:
-        values = values.to(device, non_blocking=True)
-    return torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).view(_PAIR[dtype]).flatten()
-
-
-def decode_e2m1(codes: Tensor, pairs: Tensor) -> Tensor:
-    """Values of packed E2M1 bytes [..., n/2] -> [..., n], in the dtype that `pairs` (`e2m1_pairs`) was made for."""
-    both = pairs.index_select(0, codes.flatten().int())
-    return both.view(_HALF[pairs.dtype]).view(*codes.shape[:-1], -1)
+@lru_cache(maxsize=None)
+def e2m1_pairs(dtype: torch.dtype, device: torch.device, scale: str | None = None) -> Tensor:
+    """The two values of every byte of E2M1 codes, low nibble first: [256], or times every scale "e8m0" or "e4m3" [256 * 256],
+    scale code by scale code. Each pair of `dtype` is seen as one wide number, looked up four times faster than a row of two."""
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64, device="cpu")
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)                     # [256, 2]
+    if scale is not None:
+        codes = torch.arange(256, device="cpu").to(torch.uint8)
+        scales = decode_e8m0(codes) if scale == "e8m0" else codes.view(torch.float8_e4m3fn).float()
+        pairs = scales.double().view(-1, 1, 1) * pairs                                             # [256, 256, 2]
+    return pairs.to(dtype).view(_PAIR[dtype]).flatten().to(device, non_blocking=True)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
@@ -179,7 +175,7 @@ def decode_e4m3(codes: Tensor) -> Tensor:
         return (codes if codes.dtype == torch.float8_e4m3fn else codes.view(torch.float8_e4m3fn)).float()
     # The library's cast is slow on CPUs. Sign, four exponent bits and three mantissa bits shifted into float32's places;
     # 2**120 mends the bias, also for subnormals.
-    bits = codes.view(torch.int8).int().bitwise_left_shift_(_SHIFT).bitwise_and_(_E4M3_BITS)   # 0x87F00000
+    bits = codes.view(torch.int8).int().bitwise_left_shift_(_E4M3_SHIFT).bitwise_and_(_E4M3_BITS)   # 0x87F00000
     return bits.view(torch.float32).mul_(_BIAS)
 
 
@@ -216,18 +212,21 @@ def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale_codes
 
 
-def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
-    """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered.
-
-    `pairs` is `e2m1_pairs(dtype, device)`, for callers that keep it; it is made when absent.
-    """
-    s = decode_e8m0(scales) if fmt.scale == "e8m0" else scales.view(torch.float8_e4m3fn).float()   # a NaN stays one
-    s = cast(s, dtype).unsqueeze(-1)
+def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
+    """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered."""
+    if fmt.element == "e2m1" and codes.is_cuda:      # looked up together: a product with one factor per block is slow there
+        blocks = codes.view(*codes.shape[:-1], -1, fmt.block // 2)
+        places = torch.add(scales.int().bitwise_left_shift_(_BYTE).unsqueeze(-1), blocks)            # scale code * 256 + byte
+        pairs = e2m1_pairs(dtype, codes.device, fmt.scale).index_select(0, places.flatten())
+        return pairs.view(dtype).view(*codes.shape[:-1], -1)
+    scale = decode_e8m0(scales) if fmt.scale == "e8m0" else scales.view(torch.float8_e4m3fn).float()   # a NaN stays one
+    scale = cast(scale, dtype).unsqueeze(-1)
     if fmt.element == "e4m3":
         values = cast(decode_e4m3(codes), dtype)
     else:
-        values = decode_e2m1(codes, e2m1_pairs(dtype, codes.device) if pairs is None else pairs)
-    values.view(*s.shape[:-1], fmt.block).mul_(s)                        # in place: the values are new
+        pairs = e2m1_pairs(dtype, codes.device).index_select(0, codes.flatten().int())
+        values = pairs.view(dtype).view(*codes.shape[:-1], -1)
+    values.view(*scale.shape[:-1], fmt.block).mul_(scale)                # in place: the values are new
     return values
 
 
@@ -243,12 +242,11 @@ def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat
 class RowCodec:
     """How rows of `width` bfloat16 values are stored: packed in a block format, or bfloat16 bytes when `fmt` is None."""
 
-    def __init__(self, width: int, fmt: BlockFormat | None, operand: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, width: int, fmt: BlockFormat | None, operand: torch.dtype) -> None:
         if fmt is not None and width % fmt.block:
             raise ValueError(f"a row of {width} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
         self.width, self.fmt, self.operand = width, fmt, operand
         self.bytes = 2 * width if fmt is None else fmt.row_bytes(width)
-        self.pairs = e2m1_pairs(operand, device) if fmt is not None and fmt.element == "e2m1" else None
 
     def pack(self, x: Tensor) -> Tensor:
         """bfloat16 [..., width] -> uint8 [..., bytes]: a rounding point when packed, lossless when not."""
@@ -259,7 +257,7 @@ class RowCodec:
         if self.fmt is None:
             return cast(rows.contiguous().view(torch.bfloat16), self.operand)
         n = self.fmt.code_bytes(self.width)
-        return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand, self.pairs)
+        return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand)
 
 
 # ------------------------------------------------------------------------------------------------- products and norms
@@ -290,7 +288,7 @@ def dequantise_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     if weight.dtype == torch.float8_e4m3fn:
         rows = decode_e8m0(scale).repeat_interleave(32, 0)[: weight.shape[0], :, None]          # [N, K/32, 1]
         return (decode_e4m3(weight).unflatten(-1, (-1, 32)) * rows).flatten(-2).to(dtype)
-    return dequantise(weight.view(torch.uint8), scale, E2M1_E8M0, dtype)
+    return dequantise(weight.view(torch.uint8), scale.view(torch.uint8), E2M1_E8M0, dtype)
 
 
 WEIGHT_BLOCK = 1 << 24  # elements of a weight that are converted for a product at a time: the head alone has 662 million

@@ -45,7 +45,7 @@ MUTATIONS = [
       "constant(1.14 * 2.0**-8", "constant(1.15 * 2.0**-8"),
     m("E2M1 tie at 0.75 rounded down", "quant.py", QUANT + "e2m1_midpoints_and_their_neighbours",
       "(v + magic).sub_(magic)", "(v * (1 - 2.0**-23) + magic).sub_(magic)"),
-    m("the even column in the high nibble", "quant.py", QUANT + "every_code_of_every_format_decodes_to_its_definition",
+    m("the even column in the high nibble", "quant.py", QUANT + "every_pair_of_e2m1_codes_at_every_scale_is_their_product[dtype1-e2m1_e8m0]",
       "torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)",
       "torch.stack([values.repeat_interleave(16), values.repeat(16)], -1)"),
     m("a power of two for the main KV's scale", "quant.py",

@@ -24,12 +24,10 @@ from quant import (
     Ranks,
     RMSNorm,
     RowCodec,
-    decode_e2m1,
     decode_e4m3,
     decode_e8m0,
     dequantise,
     dequantise_weight,
-    e2m1_pairs,
     encode_e2m1,
     fake_quantise,
     product,
@@ -66,13 +64,20 @@ def test_every_code_of_every_format_decodes_to_its_definition() -> None:
         assert same_bits(values[finite.repeat(times)].double(), from_numpy(twin.E4M3)[finite].repeat(times))
     assert same_bits(decode_e8m0(codes)[:255].double(), from_numpy(twin.E8M0)[:255])
     assert decode_e8m0(codes)[255].isnan()
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        pairs = decode_e2m1(codes, e2m1_pairs(dtype))
-        assert pairs.dtype == dtype and pairs.shape == (512,)
-        assert same_bits(
-            pairs[0::2].double(), from_numpy(twin.E2M1)[(codes & 15).long()]
-        )  # even columns: the low nibble
-        assert same_bits(pairs[1::2].double(), from_numpy(twin.E2M1)[(codes >> 4).long()])
+
+
+@pytest.mark.parametrize("fmt", [E2M1_E8M0, E2M1_E4M3], ids=["e2m1_e8m0", "e2m1_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_pair_of_e2m1_codes_at_every_scale_is_their_product(fmt: BlockFormat, dtype: torch.dtype) -> None:
+    bytes_, scales = torch.arange(256, dtype=torch.uint8), torch.arange(253, dtype=torch.uint8)    # 6 * 2^126 is below infinity
+    of_scales = from_numpy(twin.E8M0)[:253]
+    if fmt.scale == "e4m3":
+        scales = scales[(scales & 0x7F) != 0x7F]
+        of_scales = from_numpy(twin.E4M3)[scales.long()]
+    values = dequantise(bytes_.expand(len(scales), 256), scales.unsqueeze(1).expand(-1, 512 // fmt.block), fmt, dtype)
+    assert values.dtype == dtype and values.shape == (len(scales), 512)
+    elements = from_numpy(twin.E2M1)[torch.stack([bytes_ & 15, bytes_ >> 4], 1).flatten().long()]  # the low nibble first
+    assert same_bits(values.double(), of_scales.unsqueeze(1) * elements)
 
 
 def test_e2m1_midpoints_and_their_neighbours() -> None:
@@ -247,7 +252,7 @@ def test_a_row_that_blocks_do_not_divide_is_refused(fmt: BlockFormat) -> None:
     with pytest.raises(ValueError, match=f"{width} values cannot be stored as"):
         quantise(torch.zeros(2, width, dtype=torch.bfloat16), fmt)
     with pytest.raises(ValueError, match=f"{width} values cannot be stored as"):
-        RowCodec(width, fmt, torch.float32, "cpu")
+        RowCodec(width, fmt, torch.float32)
 
 
 # -------------------------------------------------------------------------------------------------------------- packing
@@ -256,7 +261,7 @@ def test_a_row_that_blocks_do_not_divide_is_refused(fmt: BlockFormat) -> None:
 def test_released_rows_have_528_288_and_68_bytes() -> None:
     widths = (E4M3_E8M0, 512, 528), (E2M1_E4M3, 512, 288), (E2M1_E8M0, 128, 68)
     for fmt, width, size in widths:
-        codec = RowCodec(width, fmt, torch.float64, "cpu")
+        codec = RowCodec(width, fmt, torch.float64)
         packed = codec.pack(normal(2, 5, width).bfloat16())
         assert codec.bytes == size and packed.shape == (2, 5, size) and packed.dtype == torch.uint8
 
@@ -265,14 +270,14 @@ def test_released_rows_have_528_288_and_68_bytes() -> None:
 @formats
 def test_unpacking_gives_exactly_what_the_quantiser_made(fmt: BlockFormat, operand: torch.dtype) -> None:
     x = torch.cat([*(r for r in nasty_rows().values())]).bfloat16()
-    codec = RowCodec(32, fmt, operand, "cpu")
+    codec = RowCodec(32, fmt, operand)
     rows = codec.unpack(codec.pack(x))
     assert rows.dtype == operand and same_bits(rows.double(), from_numpy(TWINS[fmt](x.double().numpy()).values))
     assert same_bits(codec.pack(x), torch.cat(quantise(x, fmt), -1))
 
 
 def test_rows_that_are_not_quantised_are_bfloat16_bytes() -> None:
-    codec, x = RowCodec(48, None, torch.float32, "cpu"), normal(3, 48).bfloat16()
+    codec, x = RowCodec(48, None, torch.float32), normal(3, 48).bfloat16()
     assert codec.bytes == 96 and same_bits(codec.unpack(codec.pack(x)).bfloat16(), x)
     assert codec.unpack(codec.pack(x.T.contiguous().T)).dtype == torch.float32
 
