@@ -233,7 +233,6 @@ class PartTimer:
     def __init__(self, model: Transformer) -> None:
         self.spans: list[tuple[str, Any, Any]] = []
         self.open: list[Any] = []
-        self.depth = 0
         self.cuda = model.device.type == "cuda"
         self.handles: list[Any] = []
         self.patched: list[Experts] = []

@@ -233,7 +233,7 @@ class DSpark(nn.ModuleList):
         tables = Tables(backbone.plain_freqs, backbone.yarn_freqs, self.num.arith)
         for stage in self:
             x, pre_mix, _ = stage(x, pre_mix, None, tables, chunk, cache, None)
-        hidden = collapse(x.to(self.num.arith), pre_mix).squeeze(2)                                                             # [B, T, D]
+        hidden = collapse(x.to(self.num.arith), pre_mix).squeeze(2)                                        # [B, T, D]
         base = self.ranks.gather(backbone.head(last.norm(hidden)))                                       # [B, T, V]
         ids, logits, confidence, q = [tokens], [], [], []
         for i in range(c.dspark_block_size):    # the block is computed at once, its tokens one after the other

@@ -39,8 +39,8 @@ from tqdm import tqdm
 from benchmark import random_benchmark, run_benchmark
 from convert import INDEX, Parser, check_context, load_model, open_checkpoint
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
-from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion, prompt_ids,
-                      render_segments, split_reply)
+from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion,
+                      prompt_ids, render_segments, split_reply)
 from model import Cache, ImageTokens, ModelConfig, Snapshot, Transformer
 from session import SavedImage
 from session import load as load_session
@@ -870,8 +870,8 @@ def run(args: argparse.Namespace, team: Team) -> int:
     if args.benchmark:
         check_benchmark(args)
     if args.random:
-        random_benchmark(args.random, args.benchmark, args.context or [], args.batch_size or 1, args.exact, team.device, args.seed,
-                         screen.write)
+        random_benchmark(args.random, args.benchmark, args.context or [], args.batch_size or 1, args.exact, team.device,
+                         args.seed, screen.write)
         return 0
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.note(f"warning: {message}")
@@ -879,7 +879,8 @@ def run(args: argparse.Namespace, team: Team) -> int:
             model = team.each(lambda: load_model(args.ckpt_path, args.exact, team.device, group=team.group,
                                                  draft=args.speculative, offload=args.offload))
         if args.benchmark:
-            run_benchmark(s := Setting(args, model, None, team, screen), s.decoder(Sampler()))
+            s = Setting(args, model, None, team, screen)
+            run_benchmark(s, s.decoder(Sampler()))
             return 0
         if (seed := random_seed(args.ckpt_path)) is not None:
             screen.note(f"note: these weights are random (seed {seed}), so the answers mean nothing")

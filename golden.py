@@ -313,13 +313,13 @@ class Recorder(Hooks):
                 self.write(name, j, codec.unpack(store[layer][row, j : min(j + 4096, j1)]))
 
     def _indexer(self, p: str, indexer: nn.Module, args: tuple, out: Selection) -> None:
-        c, x, qr, table, chunk, cache, pool = indexer.config, *args
+        c, x, qr, turn, chunk, cache, pool = indexer.config, *args
         for name, ids, width in (("topk", out.rows, c.index_topk), ("candidates", out.pool, c.candidate_topk_blocks)):
             if p + name in self.sheets:
                 self.put(p + name, F.pad(ids, (0, width - ids.shape[-1]), value=-1))
         if p + "topk_margin" not in self.sheets:
             return
-        q, w = indexer.query(x, qr, table)
+        q, w = indexer.query(x, qr, turn)
         self._heads(p + "index_query", q)
         ratio, block, device = indexer.plan.ratio, c.candidate_block_size, x.device
         n = max(end // ratio for end in chunk.ends)

@@ -69,9 +69,10 @@ def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
     dims before stay. The conjugate of `turn` turns back."""
-    y = x.float() if turn.dtype == torch.complex64 else x.double()
+    real = torch.float32 if turn.dtype == torch.complex64 else torch.float64
+    y = x.to(real, copy=True, memory_format=torch.contiguous_format)
     last = y[..., -2 * turn.shape[-1]:]
-    torch.view_as_complex(last.view(*last.shape[:-1], -1, 2)).mul_(turn)                           # [..., heads, pairs]
+    torch.view_as_complex(last.view(*last.shape[:-1], turn.shape[-1], 2)).mul_(turn)                  # [..., heads, pairs]
     return to_bf16(y)
 
 
@@ -643,7 +644,8 @@ class Attention(nn.Module):
         self.wkv = Linear(c.hidden_size, c.head_dim, "fp8", num)
         self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps, num)
         self.attn_sink = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
-        self.wo_a = Linear(self.heads * c.head_dim // self.groups, self.groups * c.o_lora_rank, "fp8", num, quantise_input=False)
+        self.wo_a = Linear(self.heads * c.head_dim // self.groups, self.groups * c.o_lora_rank, "fp8", num,
+                           quantise_input=False)
         self.wo_b = Linear(self.groups * c.o_lora_rank, c.hidden_size, "fp8", num, reduce=ranks)
         self.core = SparseAttention(c, num)
         if plan.mode == "full":
@@ -741,8 +743,15 @@ class ExpertWeight(nn.Module):
         scale = torch.empty(experts, out_features, in_features // 32, dtype=torch.float8_e8m0fnu)
         self.weight, self.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
         self.store: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # reads packed experts from a file (--offload)
+        self.in_rows = False                                                 # whether they are views of Experts.rows
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "scale"):
+            self.in_rows = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeight:
+        self.in_rows = False
         return self if self.store is not None else super()._apply(fn, recurse)   # what is on disk stays there
 
     def packed(self, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -767,7 +776,7 @@ class Experts(nn.Module):
     def allocate(self, device: torch.device) -> None:
         """Storage in which the packed matrices of an expert lie side by side, so that one look-up finds an expert and one
         dequantisation serves it: codes uint8 [E, 3 I D / 2] and scales uint8 [E, 3 I D / 32], w1, w3, w2. The parameters become
-        views of it, still to be filled."""
+        views of it, still to be filled (who saves them with safetensors makes them contiguous first)."""
         rows, matrices = [], (self.w1, self.w3, self.w2)
         for leaf in ("weight", "scale"):
             parts = [getattr(w, leaf) for w in matrices]
@@ -776,6 +785,8 @@ class Experts(nn.Module):
             for w, part, view in zip(matrices, parts, rows[-1].split(sizes, 1)):
                 setattr(w, leaf, nn.Parameter(view.view(part.dtype).view(part.shape), requires_grad=False))
         self.rows = tuple(rows)
+        for w in matrices:
+            w.in_rows = True
 
     def prepare(self) -> None:
         """Bring parameters that were assigned or moved one by one into such storage."""
@@ -794,12 +805,12 @@ class Experts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "rows": None}                       # so does a copy's
+        return {**self.__dict__, "rows": None}                       # a copy's parameters are no views; `prepare` makes them so
 
     def dense(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of experts [n], dequantised on use, exact in bfloat16: w1 above w3 [n, 2 I, D] and w2 [n, D, I]."""
         dtype, (D, I) = self.num.operand(experts.device), self.shape
-        if self.rows is not None:
+        if self.rows is not None and self.w1.in_rows and self.w2.in_rows and self.w3.in_rows:
             codes, scales = self.rows[0].index_select(0, experts), self.rows[1].index_select(0, experts)
         else:
             codes, scales = (torch.cat(parts, 1) for parts in zip(*(w.packed(experts) for w in (self.w1, self.w3, self.w2))))
@@ -907,19 +918,19 @@ class HyperConnection(nn.Module):
         self.register_buffer("part", torch.from_numpy(part), persistent=False)
 
     def forward(self, x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Streams x [T, N, D] in the arithmetic dtype -> pre [T, N], post [T, N] and comb [T, N, N], comb[i, j] from stream i to
-        stream j."""
+        """Streams x [T, N, D] in the arithmetic dtype -> pre [T, N], post [T, N] and comb [T, N, N], comb[i, j] from stream i
+        to stream j."""
         if self.num.exact:
             fn, scale, base = fn.double(), scale.double(), base.double()
-        N, x = self.streams, x.flatten(1)
-        mix = F.linear(x, fn).mul_(inverse_rms(x, self.rms_eps))                                      # [T, (2 + N) N]
-        mix = torch.addcmul(base, mix, scale.index_select(0, self.part))
-        gates = torch.addcmul(self.shift, mix.sigmoid(), self.factor)                                # sigmoid + eps, 2 sigmoid
+        N, x, own = self.streams, x.flatten(1), self._buffers          # nn.Module finds a buffer only after a failed look-up
+        mix = F.linear(x, fn).mul_(inverse_rms(x, own["rms_eps"]))                                   # [T, (2 + N) N]
+        mix = torch.addcmul(base, mix, scale.index_select(0, own["part"]))
+        gates = torch.addcmul(own["shift"], mix.sigmoid(), own["factor"])                            # sigmoid + eps, 2 sigmoid
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))
 
     def sinkhorn(self, logits: Tensor) -> Tensor:                                                    # [T, N, N]
-        rows, columns = self.rows, self.columns
-        comb = torch.addmm(self.eps_1, logits.softmax(-1).flatten(1), self.widen)                    # + eps; [T, N N + 1]
+        eps_1, widen, rows, columns = (self._buffers[name] for name in ("eps_1", "widen", "rows", "columns"))
+        comb = torch.addmm(eps_1, logits.softmax(-1).flatten(1), widen)                              # + eps; [T, N N + 1]
         sums, divide = torch.empty_like(comb), comb.div_
         divide(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):
@@ -1187,7 +1198,7 @@ class Transformer(nn.Module):
         return other
 
     def _begin(self, ids: Tensor, chunk: Chunk, cache: Cache, images: ImageTokens | None) -> tuple[State, Tokens]:
-        x = self.embed(ids.to(self.device, non_blocking=True))                                                          # [B, S, D]
+        x = self.embed(ids.to(self.device, non_blocking=True))                                                 # [B, S, D]
         in_image = None
         if images is not None and (images.types.shape != ids.shape or
                                    int((images.types == IMAGE).sum()) != len(images.features)):
@@ -1263,8 +1274,8 @@ class Transformer(nn.Module):
         if way not in ("full", "bounded", "exact-replay"):
             raise ValueError(f"prefill way {way!r} is not one of full, bounded, exact-replay")
         if way != "full" and (start is None or any(i < start for i in c.dspark_target_layer_ids)):
-            raise ValueError(f"prefill way {way!r} needs a decoder that starts at the last KV source with compress_ratios 1, and "
-                             f"draft targets inside it; this configuration has none: use full")
+            raise ValueError(f"prefill way {way!r} needs a decoder that starts at the last KV source with compress_ratios 1, "
+                             f"and draft targets inside it; this configuration has none: use full")
         ids, counts = self._checked(input_ids, cache, lengths)
         cache.chunk(counts, ids.shape[1], "encoder")   # refuses now, not half way, a prompt that does not fit
         begun, known = list(cache.lengths), {part: list(w) for part, w in cache.window_start.items()}

@@ -133,7 +133,7 @@ E2M1_E4M3 = BlockFormat("E2M1 in blocks of 16 with E4M3 scales", "e2m1", 16, "e4
 # The scale 2^ceil(log2(amax / largest)) of a bfloat16 amax is the exponent of amax times this: `largest` is 1.75 * 2^8 or
 # 1.5 * 2^2, the next bfloat16 mantissas are 1.7578 and 1.5078, and only these become 2 or more when 1.14 or 1.33 takes them.
 _STRETCH = {448.0: constant(1.14 * 2.0**-8, torch.float32), 6.0: constant(1.33 * 2.0**-2, torch.float32)}
-_SIX, _BIAS, _HALF_ULPS = (constant(v, torch.float32) for v in (6, 2.0**120, 0.75 * 2.0**23))
+_SIX, _BIAS, _E2M1_MAGIC = (constant(v, torch.float32) for v in (6, 2.0**120, 1.5 * 2.0**23 / 2))
 _EXPONENT, _E4M3_BITS, _BYTE, _E4M3_SHIFT = (constant(v, torch.int32) for v in (0x7F800000, -0x78100000, 8, 20))
 _MAGNITUDES = torch.tensor(E2M1)
 
@@ -143,7 +143,7 @@ def round_e2m1(v: Tensor) -> Tensor:
     # Values are multiples of half the power of two that is not above them, of 0.5 below 1. Added to 1.5 * 2^23 such
     # multiples, a value is rounded to one, ties to an even one: the E2M1 codes are even and odd alike.
     power = v.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32).clamp_min_(1)
-    magic = power.mul_(_HALF_ULPS)
+    magic = power.mul_(_E2M1_MAGIC)
     return (v + magic).sub_(magic).copysign_(v)
 
 
@@ -185,8 +185,8 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    """x / scale [..., n/block, block], within the range of the elements, and scale [..., n/block, 1]: float32."""
-    blocks = (x if x.dtype == torch.float32 else x.float()).reshape(*x.shape[:-1], -1, fmt.block)
+    """x / scale [..., n/block, block] of bfloat16 values, within the elements' range, and scale [..., n/block, 1]: float32."""
+    blocks = (x if x.dtype == torch.float32 else x.float()).reshape(*x.shape[:-1], x.shape[-1] // fmt.block, fmt.block)
     amax = blocks.abs().amax(-1, True).clamp_min_(fmt.floor)
     if fmt.scale == "e8m0":  # never less than amax / largest, and infinite for an amax that is not finite
         amax.mul_(_STRETCH[fmt.largest]).view(torch.int32).bitwise_and_(_EXPONENT)     # in place: amax is the scale now
@@ -215,17 +215,17 @@ def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
     """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered."""
     if fmt.element == "e2m1" and codes.is_cuda:      # looked up together: a product with one factor per block is slow there
-        blocks = codes.view(*codes.shape[:-1], -1, fmt.block // 2)
+        blocks = codes.view(*scales.shape, fmt.block // 2)
         places = torch.add(scales.int().bitwise_left_shift_(_BYTE).unsqueeze(-1), blocks)            # scale code * 256 + byte
         pairs = e2m1_pairs(dtype, codes.device, fmt.scale).index_select(0, places.flatten())
-        return pairs.view(dtype).view(*codes.shape[:-1], -1)
+        return pairs.view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
     scale = decode_e8m0(scales) if fmt.scale == "e8m0" else scales.view(torch.float8_e4m3fn).float()   # a NaN stays one
     scale = cast(scale, dtype).unsqueeze(-1)
     if fmt.element == "e4m3":
         values = cast(decode_e4m3(codes), dtype)
     else:
         pairs = e2m1_pairs(dtype, codes.device).index_select(0, codes.flatten().int())
-        values = pairs.view(dtype).view(*codes.shape[:-1], -1)
+        values = pairs.view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
     values.view(*scale.shape[:-1], fmt.block).mul_(scale)                # in place: the values are new
     return values
 
@@ -295,12 +295,12 @@ WEIGHT_BLOCK = 1 << 24  # elements of a weight that are converted for a product 
 
 
 def bind(root: nn.Module) -> None:
-    """Put parameters, buffers and children where Python looks first. nn.Module finds them only after a failed look-up, a microsecond
+    """Put parameters and children where Python looks first. nn.Module finds them only after a failed look-up, a microsecond
     each time and thousands of times a token. Assigning another undoes this for it; assigning None would not, and so the root,
     whose optional parts are taken off like that, is left as it is."""
     for module in root.modules():
         if module is not root:
-            module.__dict__.update({**module._parameters, **module._buffers, **module._modules})
+            module.__dict__.update({**module._parameters, **module._modules})
 
 
 class Linear(nn.Module):
@@ -387,7 +387,7 @@ class Linear(nn.Module):
 
 
 def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: 0-dim, of x's dtype and device."""
+    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: 0-dim, like x in dtype and device."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 

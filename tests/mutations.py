@@ -74,7 +74,7 @@ MUTATIONS = [
       "y[..., -2 * turn.shape[-1]:]", "y[..., :2 * turn.shape[-1]]"),
     m("rotary in halves instead of adjacent pairs", "model.py",
       MECHANISM + "rotation_turns_adjacent_pairs_of_the_last_dims_only",
-      "torch.view_as_complex(last.view(*last.shape[:-1], -1, 2)).mul_(turn)",
+      "torch.view_as_complex(last.view(*last.shape[:-1], turn.shape[-1], 2)).mul_(turn)",
       "last.copy_(torch.view_as_real(torch.complex(*last.chunk(2, -1)) * turn).transpose(-1, -2).flatten(-2))"),
     m("a float64 angle", "model.py", MECHANISM + "angles_are_float32_products",
       "(positions.to(torch.float32).unsqueeze(-1) * freqs)", "(positions.to(torch.float64).unsqueeze(-1) * freqs)"),

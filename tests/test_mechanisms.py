@@ -130,6 +130,11 @@ def test_rotation_turns_adjacent_pairs_of_the_last_dims_only() -> None:
     c, s = math.cos(0.5), math.sin(0.5)
     assert out == [7.0, -0.0, 9.0, 3.0, b(math.cos(1)), b(math.sin(1)), b(2 * c - s), b(2 * s + c)]
     assert math.copysign(1, out[1]) == -1
+    wide = x.double()
+    turn = rotation(torch.tensor([[2]]), freqs, torch.float64)
+    assert rotate(wide, turn).flatten().tolist() == out and same_bits(wide, x.double())      # what came in stays
+    pair = x.expand(1, 2, 1, 8).transpose(1, 3)
+    assert rotate(pair.transpose(1, 3), turn).flatten().tolist() == out * 2
 
 
 def test_the_inverse_rotation_is_the_conjugate_at_the_same_position() -> None:
@@ -410,6 +415,11 @@ def test_the_sink_is_in_the_denominator_only_and_not_scaled() -> None:
     assert same_bits(got[0, :, 0], to_bf16(want)) and got[..., 1:].eq(0).all()
 
 
+def test_scores_are_scaled_in_the_arithmetic_of_the_mode() -> None:
+    config = dataclasses.replace(small_config(), head_dim=512)
+    assert float(SparseAttention(config, EXACT).scale) == 512**-0.5 != float(SparseAttention(config, FAST).scale)
+
+
 def test_rows_seen_twice_count_twice() -> None:
     """Recent tokens are in the window and may be selected too; a softmax over both copies."""
     q, kv = normal(3, 6, 32, seed=1), normal(3, 32, seed=2)
@@ -611,6 +621,10 @@ def test_experts_side_by_side_are_the_parameters_wherever_they_go() -> None:
         same.w2.weight.zero_()                               # codes of 0
         w13, w2 = same.dense(chosen)
         assert torch.equal(w13, apart[0]) and w2.eq(0).all()
+        same.w3.weight = torch.nn.Parameter(torch.zeros_like(same.w3.weight), requires_grad=False)
+        w13, _ = same.dense(chosen)
+        half = w13.shape[1] // 2
+        assert torch.equal(w13[:, :half], apart[0][:, :half]) and w13[:, half:].eq(0).all()
 
 
 def test_case_21_the_shared_expert_is_clamped_too() -> None:
@@ -703,6 +717,8 @@ def test_case_19_a_model_keeps_its_dtypes() -> None:
             change()
     assert {name: p.dtype for name, p in model.named_parameters()} == before
     assert model.to("meta") is model
+    bound = [m for m in model.modules() if m is not model and m._parameters]     # where forward looks parameters up
+    assert bound and all(m.__dict__[name] is p for m in bound for name, p in m._parameters.items())
     mhc = [name for name in before if ".hc_" in name or name.endswith(("attn_sink", "gate.bias"))]
     assert len(mhc) == 5 * 8 and {before[name] for name in mhc} == {torch.float32}
 

@@ -432,3 +432,31 @@ def test_a_nan_stays_visible_whatever_the_size(fmt: BlockFormat, rows: int) -> N
     for y in (dequantise(*quantise(x, fmt), fmt, torch.float32), fake_quantise(x, fmt, torch.float32)):
         assert not y[0, : fmt.block].isfinite().all()
         assert y[0, fmt.block :].isfinite().all() and y[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3_e8m0", "e2m1_e8m0", "e2m1_e4m3"])
+def test_no_rows_are_rows_too(fmt: BlockFormat) -> None:
+    codec = RowCodec(64, fmt, torch.float32)
+    for shape in ((0,), (1, 0), (0, 3)):
+        packed = codec.pack(torch.zeros(*shape, 64, dtype=torch.bfloat16))
+        assert packed.shape == (*shape, codec.bytes) and codec.unpack(packed).shape == (*shape, 64)
+
+
+def test_scales_of_the_main_kv_saturate() -> None:
+    x = torch.full((1, 16), 6000.0, dtype=torch.bfloat16)
+    assert dequantise(*quantise(x, E2M1_E4M3), E2M1_E4M3, torch.float32).unique().tolist() == [6 * 448.0]
+
+
+def test_a_prepared_weight_follows_its_parameter() -> None:
+    """Assigned, or moved: what was made of the weight before is not used any more."""
+    weight, scale = random_fp8(64, 96)
+    other, _ = random_fp8(64, 96, seed=5)
+    x = normal(5, 96).bfloat16()
+    layer, want = linear_of(weight, scale, FAST), linear_of(other, scale, FAST)(x)
+    layer.prepare()
+    assert layer.ready and not same_bits(layer(x), want)
+    layer.weight = nn.Parameter(other, requires_grad=False)
+    assert not layer.ready and same_bits(layer(x), want)
+    layer.prepare()
+    layer._apply(lambda t: torch.zeros_like(t) if t.dtype == torch.float8_e4m3fn else t)
+    assert layer(x).eq(0).all()
