@@ -387,7 +387,7 @@ class Linear(nn.Module):
 
 
 def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: 0-dim, like x in dtype and device."""
+    """1 / sqrt(mean(x^2) + eps) over the last axis, unrounded: [..., width] -> [..., 1]. eps: 0-dim, on x's device."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
