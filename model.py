@@ -69,8 +69,8 @@ def rotation(positions: Tensor, freqs: Tensor, arith: torch.dtype) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn adjacent pairs (2i, 2i+1) of the last dims of bfloat16 x [..., heads, d] as complex numbers and round them; the
     dims before stay. The conjugate of `turn` turns back."""
-    real = torch.float32 if turn.dtype == torch.complex64 else torch.float64
-    y = x.to(real, copy=True, memory_format=torch.contiguous_format)
+    y = cast(x, torch.float32 if turn.dtype == torch.complex64 else torch.float64).contiguous()
+    y = y.clone() if y is x else y
     last = y[..., -2 * turn.shape[-1]:]
     torch.view_as_complex(last.view(*last.shape[:-1], turn.shape[-1], 2)).mul_(turn)                  # [..., heads, pairs]
     return to_bf16(y)
@@ -929,8 +929,9 @@ class HyperConnection(nn.Module):
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))
 
     def sinkhorn(self, logits: Tensor) -> Tensor:                                                    # [T, N, N]
-        eps_1, widen, rows, columns = (self._buffers[name] for name in ("eps_1", "widen", "rows", "columns"))
-        comb = torch.addmm(eps_1, logits.softmax(-1).flatten(1), widen)                              # + eps; [T, N N + 1]
+        own = self._buffers
+        rows, columns = own["rows"], own["columns"]
+        comb = torch.addmm(own["eps_1"], logits.softmax(-1).flatten(1), own["widen"])                # + eps; [T, N N + 1]
         sums, divide = torch.empty_like(comb), comb.div_
         divide(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):

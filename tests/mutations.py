@@ -197,7 +197,7 @@ MUTATIONS = [
       MECHANISM + "experts_side_by_side_are_the_parameters_wherever_they_go",
       "if self.rows is not None and self.w1.in_rows and self.w2.in_rows and self.w3.in_rows:", "if self.rows is not None:"),
     m("a rotation overwrites what it is given", "model.py",
-      MECHANISM + "rotation_turns_adjacent_pairs_of_the_last_dims_only", "x.to(real, copy=True, ", "x.to(real, "),
+      MECHANISM + "rotation_turns_adjacent_pairs_of_the_last_dims_only", "y = y.clone() if y is x else y", "pass"),
     m("routing weight after a rounding of its own", "model.py", MECHANISM + "case_21_experts_equal_the_twin[60]",
       "return to_bf16(y if weight is None else y.mul_(weight))",
       "return to_bf16(y) if weight is None else to_bf16(to_bf16(y) * weight)"),
