@@ -765,6 +765,8 @@ class ExpertWeight(nn.Module):
 
 
 class Experts(nn.Module):
+    """The routed experts of this rank, packed FP4, dequantised when used: few at a time and each once in a forward."""
+
     def __init__(self, config: ModelConfig, experts: int, num: Numerics, ranks: Ranks) -> None:
         super().__init__()
         self.num, self.ranks, self.limit = num, ranks, config.swiglu_limit

@@ -453,8 +453,9 @@ def test_decoding_goes_on_after_a_rollback(forced: Forced) -> None:
 RAGGED = [3, 40, 17, 64]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", ["predictable_tiny", "predictable_threes"])
+@pytest.mark.parametrize("name,batch", [
+    ("predictable_tiny", 1), ("predictable_threes", 4), pytest.param("predictable_threes", 1, marks=pytest.mark.long),
+    pytest.param("predictable_tiny", 4, marks=pytest.mark.long)])
 def test_greedy_tokens_are_those_of_the_backbone(name: str, batch: int, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     prompts, decoder = prompts_of(RAGGED[-batch:], 640, 1), SpeculativeDecoder(model, Sampler())

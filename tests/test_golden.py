@@ -341,7 +341,7 @@ RUBBISH: list[tuple[str, Callable[[Tensor], Tensor]]] = [
     ("layers.3.route_weights", lambda t: t[:, :1])]
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rubbish_in_b_is_a_sentence(checkpoint: bool, image_run: Path, copy_of: Copy, capsys: Capture) -> None:
     more = ("--ckpt-path", CHECKPOINT) if checkpoint else ()
     for name, change in RUBBISH:
