@@ -59,6 +59,7 @@ def test_a_turn_computes_only_what_is_new(tiny: Transformer, computed: list[int]
     assert computed[:3] == [1 + 1, 1, 1]
 
 
+@pytest.mark.long
 def test_a_prompt_that_leaves_the_last_one_at_its_end(tiny: Transformer, computed: list[int]) -> None:
     """As thinking mode does: <think> becomes </think>, the reasoning goes."""
     session, history = Session(tiny), TEXT[:40]
@@ -223,6 +224,7 @@ def test_bad_input_leaves_the_chat_going(cli: Cli, tmp_path: Path) -> None:  # n
     assert "/think on|off|N" in result.err and max(map(len, result.err.splitlines()[:2])) <= 80
 
 
+@pytest.mark.long
 def test_speculation_in_chat_says_the_same(cli: Cli) -> None:  # noqa: F811
     lines = (f"/image {IMAGE}", "look", "/think on", "so?", "and?")
     plain, drafted = chat(cli, *lines), chat(cli, *lines, arguments=("--speculative",))

@@ -289,6 +289,7 @@ def test_drafts_equal_the_released_code(run: str, seeding: str, drafting: Transf
             assert difference(have, expected[f"dspark.{name}"][steps]) is None, name
 
 
+@pytest.mark.long
 def test_draft_windows_are_the_same_for_any_seeding(drafting: Transformer) -> None:
     """A whole prompt, pieces, single tokens, a row of a ragged batch, exact replay: the same drafts, bit for bit."""
     ids = torch.tensor(prompts_of([120], 640))
@@ -431,6 +432,7 @@ def test_rollback(kind: str, forced: Forced) -> None:
     assert unequal(forced.back_later, forced.first_later, KINDS[kind]) == []
 
 
+@pytest.mark.long
 def test_decoding_goes_on_after_a_rollback(forced: Forced) -> None:
     """With everything dead poisoned: the same drafts as without speculation, ten more tokens that the backbone alone
     would choose, and the state of a cache that got the text at once."""
@@ -472,6 +474,7 @@ def test_two_thousand_greedy_tokens(predictable_tiny: Transformer) -> None:
     assert_greedy(predictable_tiny, prompts, rows)
 
 
+@pytest.mark.long
 def test_greedy_equals_the_recorded_continuation(drafting: Transformer) -> None:
     """The real head of the recorded checkpoint, the image run, every prefill way."""
     text, short, image = golden("text"), golden("short"), golden("image")

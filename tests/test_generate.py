@@ -148,6 +148,7 @@ def test_rows_of_a_ragged_batch_are_as_alone(tiny: Transformer, golden_text: dic
         assert rows_of(generate(tiny, [prompt], temperature=0, max_new_tokens=9))[0][0] == tokens[row]
 
 
+@pytest.mark.long
 def test_ends_exactly_inside_an_accepted_run(tiny: Transformer, golden_text: dict[str, torch.Tensor],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, follows = golden_text["tokens"].tolist()[:150], golden_text["tokens"].tolist()[150:]

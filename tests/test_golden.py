@@ -303,6 +303,7 @@ def test_other_prompts_and_shapes_are_refused(image_run: Path, copy_of: Copy, tm
         assert code == 1 and words in report["error"]
 
 
+@pytest.mark.long
 def test_what_b_holds_in_part_is_told(image_run: Path, copy_of: Copy, capsys: Capture) -> None:
     def cut(arrays: dict[str, Tensor]) -> None:
         arrays["layers.3.attn_out"] = arrays["layers.3.attn_out"][:7]

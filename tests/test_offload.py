@@ -43,6 +43,7 @@ def test_offloaded_weights_compute_the_same(parallel: Path, map_all: None) -> No
     assert unequal(all_runs(offloaded, runs=runs), all_runs(loaded, runs=runs)) == []
 
 
+@pytest.mark.long
 def test_offload_in_fast_mode_repeats_itself(parallel: Path, map_all: None) -> None:
     """Not the bits of weights in memory: a library may sum in another order where a matrix begins at another address."""
     first, again, loaded = (all_runs(load_model(parallel, False, "cpu", offload=way), runs=("text",))
