@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from config import LayerPlan, ModelConfig, RopeScaling, plan_layers
 from engram import Engram, EngramIndex
 from quant import (E2M1_E4M3, E2M1_E8M0, E4M3_E8M0, Linear, Numerics, Ranks, RMSNorm, RowCodec, batched_product,
-                   bind, cast, constant, dequantise, fake_quantise, inverse_rms, product, to_bf16)
+                   bind, cast, constant, dequantise, e2m1_pairs, fake_quantise, inverse_rms, product, to_bf16)
 from vision import IMAGE, IMAGE_END, IMAGE_NEWLINE, IMAGE_START, TEXT, Aligner, VisionTower
 
 
@@ -207,9 +207,9 @@ class Cache:
         self._cut_since = False                     # whether the last of them is newer than the last snapshot
         self._owner = object()                      # marks the snapshots of this cache
         operand = num.operand(device)
-        self.window_rows = RowCodec(c.head_dim, E4M3_E8M0 if on.window_kv else None, operand)
-        self.main_rows = RowCodec(c.head_dim, E2M1_E4M3 if on.main_kv else None, operand)
-        self.key_rows = RowCodec(c.index_head_dim, E2M1_E8M0 if on.index_key else None, operand)
+        self.window_rows = RowCodec(c.head_dim, E4M3_E8M0 if on.window_kv else None, operand, device)
+        self.main_rows = RowCodec(c.head_dim, E2M1_E4M3 if on.main_kv else None, operand, device)
+        self.key_rows = RowCodec(c.index_head_dim, E2M1_E8M0 if on.index_key else None, operand, device)
         self.rings: dict[tuple, Tensor] = {}
         for plan in self.plans:
             # a draft stage looks back over W rows, not W - 1: the token it follows is not part of its block
@@ -774,6 +774,7 @@ class Experts(nn.Module):
         D, I = self.shape = config.hidden_size, config.moe_intermediate_size
         self.w1, self.w2, self.w3 = (ExpertWeight(self.local, *shape) for shape in ((I, D), (D, I), (I, D)))
         self.rows: tuple[Tensor, Tensor] | None = None
+        self.pairs: Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
         """Storage in which the packed matrices of an expert lie side by side, so that one look-up finds an expert and one
@@ -816,7 +817,9 @@ class Experts(nn.Module):
             codes, scales = self.rows[0].index_select(0, experts), self.rows[1].index_select(0, experts)
         else:
             codes, scales = (torch.cat(parts, 1) for parts in zip(*(w.packed(experts) for w in (self.w1, self.w3, self.w2))))
-        values = dequantise(codes, scales, E2M1_E8M0, dtype)
+        if self.pairs is None or self.pairs.device != experts.device:
+            self.pairs = e2m1_pairs(E2M1_E8M0, dtype, experts.device)
+        values = dequantise(codes, scales, E2M1_E8M0, dtype, self.pairs)
         return values[:, : 2 * I * D].view(-1, 2 * I, D), values[:, 2 * I * D:].view(-1, D, I)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -930,7 +933,8 @@ class HyperConnection(nn.Module):
         gates = torch.addcmul(own["shift"], mix.sigmoid(), own["factor"])                            # sigmoid + eps, 2 sigmoid
         return gates[:, :N], gates[:, N : 2 * N], self.sinkhorn(mix[:, 2 * N :].view(-1, N, N))
 
-    def sinkhorn(self, logits: Tensor) -> Tensor:                                                    # [T, N, N]
+    def sinkhorn(self, logits: Tensor) -> Tensor:
+        """Sinkhorn iterations: a softmax of logits [T, N, N] over rows, then columns and rows divided by their sums in turn."""
         own = self._buffers
         rows, columns = own["rows"], own["columns"]
         comb = torch.addmm(own["eps_1"], logits.softmax(-1).flatten(1), own["widen"])                # + eps; [T, N N + 1]

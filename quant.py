@@ -19,7 +19,6 @@ The quantisers are literal float32 in both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from typing import Any, Callable
 
 import torch
@@ -48,13 +47,13 @@ class Numerics:
     arith: torch.dtype = torch.float32
     fake_quant: FakeQuant = field(default_factory=FakeQuant)
 
-    @cached_property
+    @property
     def exact(self) -> bool:
         return self.arith == torch.float64
 
     def operand(self, device: torch.device) -> torch.dtype:
         """Dtype in which bfloat16-valued operands enter a product: the CPU multiplies them faster in float32."""
-        return torch.bfloat16 if not self.exact and device.type == "cuda" else self.arith
+        return torch.bfloat16 if device.type == "cuda" and self.arith == torch.float32 else self.arith
 
 
 @dataclass(frozen=True)
@@ -156,15 +155,15 @@ def encode_e2m1(v: Tensor) -> Tensor:
 _PAIR = {torch.bfloat16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}   # as wide as two of it
 
 
-@lru_cache(maxsize=None)
-def e2m1_pairs(dtype: torch.dtype, device: torch.device, scale: str | None = None) -> Tensor:
-    """The two values of every byte of E2M1 codes, low nibble first: [256], or times every scale "e8m0" or "e4m3" [256 * 256],
-    scale code by scale code. Each pair of `dtype` is seen as one wide number, looked up four times faster than a row of two."""
+def e2m1_pairs(fmt: BlockFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The table that `dequantise` looks E2M1 bytes up in: the two values of every byte, low nibble first [256]; on CUDA times
+    every scale [256 * 256], scale code by scale code, since a product with one factor per block is slow there. Each pair of
+    `dtype` is seen as one wide number, looked up four times faster than a row of two."""
     values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64, device="cpu")
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)                     # [256, 2]
-    if scale is not None:
+    if device.type == "cuda":
         codes = torch.arange(256, device="cpu").to(torch.uint8)
-        scales = decode_e8m0(codes) if scale == "e8m0" else codes.view(torch.float8_e4m3fn).float()
+        scales = decode_e8m0(codes) if fmt.scale == "e8m0" else codes.view(torch.float8_e4m3fn).float()
         pairs = scales.double().view(-1, 1, 1) * pairs                                             # [256, 256, 2]
     return pairs.to(dtype).view(_PAIR[dtype]).flatten().to(device, non_blocking=True)
 
@@ -212,20 +211,23 @@ def quantise(x: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale_codes
 
 
-def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
-    """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered."""
-    if fmt.element == "e2m1" and codes.is_cuda:      # looked up together: a product with one factor per block is slow there
+def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
+    """Values [..., n] of `quantise`'s codes and scales: exact in bfloat16, so exact in every `dtype` offered.
+
+    `pairs` is `e2m1_pairs(fmt, dtype, device)`, for callers that keep it; it is made when absent.
+    """
+    if fmt.element == "e2m1" and pairs is None:
+        pairs = e2m1_pairs(fmt, dtype, codes.device)
+    if fmt.element == "e2m1" and codes.is_cuda:                          # code and scale are looked up together
         blocks = codes.view(*scales.shape, fmt.block // 2)
         places = torch.add(scales.int().bitwise_left_shift_(_BYTE).unsqueeze(-1), blocks)            # scale code * 256 + byte
-        pairs = e2m1_pairs(dtype, codes.device, fmt.scale).index_select(0, places.flatten())
-        return pairs.view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
+        return pairs.index_select(0, places.flatten()).view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
     scale = decode_e8m0(scales) if fmt.scale == "e8m0" else scales.view(torch.float8_e4m3fn).float()   # a NaN stays one
     scale = cast(scale, dtype).unsqueeze(-1)
     if fmt.element == "e4m3":
         values = cast(decode_e4m3(codes), dtype)
     else:
-        pairs = e2m1_pairs(dtype, codes.device).index_select(0, codes.flatten().int())
-        values = pairs.view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
+        values = pairs.index_select(0, codes.flatten().int()).view(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
     values.view(*scale.shape[:-1], fmt.block).mul_(scale)                # in place: the values are new
     return values
 
@@ -242,11 +244,12 @@ def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat
 class RowCodec:
     """How rows of `width` bfloat16 values are stored: packed in a block format, or bfloat16 bytes when `fmt` is None."""
 
-    def __init__(self, width: int, fmt: BlockFormat | None, operand: torch.dtype) -> None:
+    def __init__(self, width: int, fmt: BlockFormat | None, operand: torch.dtype, device: torch.device) -> None:
         if fmt is not None and width % fmt.block:
             raise ValueError(f"a row of {width} values cannot be stored as {fmt.name}: {fmt.block} does not divide it")
         self.width, self.fmt, self.operand = width, fmt, operand
         self.bytes = 2 * width if fmt is None else fmt.row_bytes(width)
+        self.pairs = e2m1_pairs(fmt, operand, device) if fmt is not None and fmt.element == "e2m1" else None
 
     def pack(self, x: Tensor) -> Tensor:
         """bfloat16 [..., width] -> uint8 [..., bytes]: a rounding point when packed, lossless when not."""
@@ -257,7 +260,7 @@ class RowCodec:
         if self.fmt is None:
             return cast(rows.contiguous().view(torch.bfloat16), self.operand)
         n = self.fmt.code_bytes(self.width)
-        return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand)
+        return dequantise(rows[..., :n], rows[..., n:], self.fmt, self.operand, self.pairs)
 
 
 # ------------------------------------------------------------------------------------------------- products and norms

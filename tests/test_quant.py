@@ -36,6 +36,7 @@ from quant import (
 )
 
 EXACT, FAST = Numerics(torch.float64), Numerics(torch.float32)
+CPU = torch.device("cpu")
 FORMATS = (E4M3_E8M0, E2M1_E8M0, E2M1_E4M3)
 TWINS: dict[BlockFormat, Callable] = {
     E4M3_E8M0: twin.quantise_fp8,
@@ -252,7 +253,7 @@ def test_a_row_that_blocks_do_not_divide_is_refused(fmt: BlockFormat) -> None:
     with pytest.raises(ValueError, match=f"{width} values cannot be stored as"):
         quantise(torch.zeros(2, width, dtype=torch.bfloat16), fmt)
     with pytest.raises(ValueError, match=f"{width} values cannot be stored as"):
-        RowCodec(width, fmt, torch.float32)
+        RowCodec(width, fmt, torch.float32, CPU)
 
 
 # -------------------------------------------------------------------------------------------------------------- packing
@@ -261,7 +262,7 @@ def test_a_row_that_blocks_do_not_divide_is_refused(fmt: BlockFormat) -> None:
 def test_released_rows_have_528_288_and_68_bytes() -> None:
     widths = (E4M3_E8M0, 512, 528), (E2M1_E4M3, 512, 288), (E2M1_E8M0, 128, 68)
     for fmt, width, size in widths:
-        codec = RowCodec(width, fmt, torch.float64)
+        codec = RowCodec(width, fmt, torch.float64, CPU)
         packed = codec.pack(normal(2, 5, width).bfloat16())
         assert codec.bytes == size and packed.shape == (2, 5, size) and packed.dtype == torch.uint8
 
@@ -270,14 +271,14 @@ def test_released_rows_have_528_288_and_68_bytes() -> None:
 @formats
 def test_unpacking_gives_exactly_what_the_quantiser_made(fmt: BlockFormat, operand: torch.dtype) -> None:
     x = torch.cat([*(r for r in nasty_rows().values())]).bfloat16()
-    codec = RowCodec(32, fmt, operand)
+    codec = RowCodec(32, fmt, operand, CPU)
     rows = codec.unpack(codec.pack(x))
     assert rows.dtype == operand and same_bits(rows.double(), from_numpy(TWINS[fmt](x.double().numpy()).values))
     assert same_bits(codec.pack(x), torch.cat(quantise(x, fmt), -1))
 
 
 def test_rows_that_are_not_quantised_are_bfloat16_bytes() -> None:
-    codec, x = RowCodec(48, None, torch.float32), normal(3, 48).bfloat16()
+    codec, x = RowCodec(48, None, torch.float32, CPU), normal(3, 48).bfloat16()
     assert codec.bytes == 96 and same_bits(codec.unpack(codec.pack(x)).bfloat16(), x)
     assert codec.unpack(codec.pack(x.T.contiguous().T)).dtype == torch.float32
 
@@ -436,7 +437,7 @@ def test_a_nan_stays_visible_whatever_the_size(fmt: BlockFormat, rows: int) -> N
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3_e8m0", "e2m1_e8m0", "e2m1_e4m3"])
 def test_no_rows_are_rows_too(fmt: BlockFormat) -> None:
-    codec = RowCodec(64, fmt, torch.float32)
+    codec = RowCodec(64, fmt, torch.float32, CPU)
     for shape in ((0,), (1, 0), (0, 3)):
         packed = codec.pack(torch.zeros(*shape, 64, dtype=torch.bfloat16))
         assert packed.shape == (*shape, codec.bytes) and codec.unpack(packed).shape == (*shape, 64)
