@@ -139,13 +139,15 @@ class Chunk:
 
     def window_block(self, q0: int, q1: int, depth: int) -> tuple[Tensor, Tensor | None]:
         """For queries q0..q1-1: the place of every window row that one of them may see, flat [B * K] with
-        K = W - 1 + q1 - q0, and float32 [B, Q, 1, K] to add to the scores: -inf where query i must not see position j
+        K <= W - 1 + q1 - q0, and float32 [B, Q, 1, K] to add to the scores: -inf where query i must not see position j
         (None: it sees all). Query at position p sees max(first, p - W + 1)..p."""
         key = (q0, q1, depth)
         if key not in self._index:
-            wanted = self.start + torch.arange(q0 - self.window + 1, q1, device=self.start.device)         # [B, K]
+            held = [f - s for s, f in zip(self.starts, self.first_seen)]      # where each row's first window row lies
+            back = max(q0 - self.window + 1, min(held))
+            wanted = self.start + torch.arange(back, q1, device=self.start.device)                           # [B, K]
             hidden = None
-            if q1 - q0 > 1 or any(s + q0 - self.window + 1 < f for s, f in zip(self.starts, self.first_seen)):
+            if q1 - q0 > 1 or max(held) > back:
                 ahead = self.positions[:, q0:q1, None] - wanted[:, None]                                     # [B, Q, K]
                 unseen = (ahead < 0) | (ahead >= self.window) | (wanted < self.first)[:, None]
                 hidden = torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf).unsqueeze(2)
@@ -422,6 +424,11 @@ def _lowest_first(scores: Tensor, cut: Tensor, k: int) -> Tensor:
     return torch.searchsorted(keep.cumsum(-1), ranks).clamp_max(scores.shape[-1] - 1)
 
 
+def widen(chosen: Tensor, k: int) -> Tensor:
+    """A selection [..., up to k] with empty places at its end: [..., k]."""
+    return chosen if chosen.shape[-1] == k else F.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
+
+
 def argmax_lowest(x: Tensor) -> Tensor:
     """Position of the maximum along the last axis, the lowest of equal ones: int64 [...]."""
     place = torch.arange(x.shape[-1], device=x.device)
@@ -579,6 +586,7 @@ class Indexer(nn.Module):
         rows, pools = [], []
         for q0, q1 in chunk.blocks(per_query * arith.itemsize):
             visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).clamp_max(n).unsqueeze(-1)  # [B, Q, 1]; padding sees n
+            seen = min(n, max(start + q1 for start in chunk.starts) // plan.ratio)                   # by the last of them
             block = pool[:, q0:q1] if confined else None                                             # [B, Q, blocks]
             if gathered:
                 inside = torch.arange(c.candidate_block_size, device=x.device)
@@ -588,20 +596,21 @@ class Indexer(nn.Module):
                 chosen = select_top(scores.masked_fill(place >= visible, -torch.inf), c.index_topk)
                 rows.append(torch.where(chosen < 0, -1, place.gather(-1, chosen.clamp_min(0))))
                 continue
-            scores = self.score_all(q[:, q0:q1], w[:, q0:q1], cache, n)                              # [B, Q, n]
-            scores.masked_fill_(torch.arange(n, device=x.device) >= visible, -torch.inf)
+            scores = self.score_all(q[:, q0:q1], w[:, q0:q1], cache, seen)                           # [B, Q, seen]
+            scores.masked_fill_(torch.arange(seen, device=x.device) >= visible, -torch.inf)
             if confined:
                 outside = torch.ones(*block.shape[:2], n_blocks + 1, dtype=torch.bool, device=x.device)
                 outside.scatter_(-1, torch.where(block < 0, n_blocks, block), False)
-                outside = outside[..., :n_blocks].repeat_interleave(c.candidate_block_size, -1)[..., :n]
+                outside = outside[..., :n_blocks].repeat_interleave(c.candidate_block_size, -1)[..., :seen]
                 scores = scores.masked_fill(outside, -torch.inf)
-            rows.append(select_top(scores, c.index_topk))
+            rows.append(widen(select_top(scores, c.index_topk), min(c.index_topk, n)))
             if plan.makes_pool:
-                blocks = F.pad(scores, (0, -n % c.candidate_block_size), value=-torch.inf)
-                blocks = blocks.unflatten(-1, (-1, c.candidate_block_size)).amax(-1)                 # [B, Q, n_blocks]
+                blocks = F.pad(scores, (0, -seen % c.candidate_block_size), value=-torch.inf)
+                blocks = blocks.unflatten(-1, (-1, c.candidate_block_size)).amax(-1)                 # [B, Q, blocks seen]
                 newest = (visible - 1).div(c.candidate_block_size, rounding_mode="floor")   # -1 when nothing is visible
-                pinned = torch.arange(n_blocks, device=x.device) == newest
-                pools.append(select_top(blocks.masked_fill(pinned, torch.inf), c.candidate_topk_blocks))
+                pinned = torch.arange(blocks.shape[-1], device=x.device) == newest
+                best = select_top(blocks.masked_fill(pinned, torch.inf), c.candidate_topk_blocks)
+                pools.append(widen(best, min(c.candidate_topk_blocks, n_blocks)))
         return Selection(torch.cat(rows, 1), torch.cat(pools, 1) if pools else pool)
 
     def score_all(self, q: Tensor, w: Tensor, cache: Cache, n: int) -> Tensor:
@@ -853,7 +862,8 @@ class Experts(nn.Module):
             place = torch.arange(most, device=x.device)
             routes = order[torch.where(place < count, first + place, T * k)]                      # [group, most routes]
             routed = weights[routes.flatten()].view(*routes.shape, 1)
-            y[routes] = self.run(x[routes // k], routed, torch.tensor(group, device=x.device))
+            routed_x = x.index_select(0, (routes // k).flatten()).view(*routes.shape, -1)
+            y[routes] = self.run(routed_x, routed, torch.tensor(group, device=x.device))
         return y[: T * k].view(T, k, -1).to(self.num.arith).sum(1)
 
     def fits(self, experts: int, routes: int, x: Tensor) -> bool:
@@ -937,7 +947,8 @@ class HyperConnection(nn.Module):
         """Sinkhorn iterations: a softmax of logits [T, N, N] over rows, then columns and rows divided by their sums in turn."""
         own = self._buffers
         rows, columns = own["rows"], own["columns"]
-        comb = torch.addmm(own["eps_1"], logits.softmax(-1).flatten(1), own["widen"])                # + eps; [T, N N + 1]
+        soft = logits.permute(1, 2, 0).softmax(1).flatten(0, 1).t()      # tokens innermost: rows of N numbers are slow
+        comb = torch.addmm(own["eps_1"], soft, own["widen"])                                         # + eps; [T, N N + 1]
         sums, divide = torch.empty_like(comb), comb.div_
         divide(torch.mm(comb, columns, out=sums))
         for _ in range(self.iters - 1):

@@ -100,7 +100,7 @@ MUTATIONS = [
       "(ahead < 0) |", "(ahead < -1) |"),
     m("window one position too short in decoding", "model.py", DECODE,
       "(ahead >= self.window)", "(ahead >= self.window - 1)",
-      "if q1 - q0 > 1 or any(", "if True or any("),
+      "if q1 - q0 > 1 or max(", "if True or max("),
     m("a ring slot kept one token too long", "model.py",
       INVARIANT + "i1_every_chunking_gives_the_same_bits[thirds-1, 2, 3, 37]",
       "torch.where(latest >= self.start, depth", "torch.where(latest > self.start, depth"),
