@@ -3,7 +3,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -13,13 +16,14 @@ from typing import Any, Callable
 import generate as cli_module
 import pytest
 import torch
-from convert import load_model
+from convert import check_context, load_model
 from dspark import PlainDecoder, Sampler
 from encoding import EOS, THINK_END
-from benchmark import CountOperations
+from benchmark import CountOperations, PartTimer, random_model
 from generate import Event, Prompt, Screen, TextStream, generate, main, show_answer, to_text
 from golden_data import CHECKPOINT, IMAGE, golden, same_bits
-from model import Cache, Transformer
+from model import Cache, Experts, ModelConfig, Transformer
+from quant import Linear, Numerics
 from PIL import Image
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -395,6 +399,41 @@ def test_a_benchmark_needs_no_tokenizer(cli: Cli, tmp_path: Path) -> None:
     assert cli("--ckpt-path", tmp_path, "--benchmark", "4", "--benchmark-decode", 1).code == 0
     result = cli("--ckpt-path", tmp_path, "--prompt", "Hi")
     assert result.code == 1 and result.err.splitlines()[-1] == f"error: there is no tokenizer.json in {tmp_path}"
+
+
+def test_a_context_may_be_filled_to_its_last_token() -> None:
+    config = ModelConfig.from_json(PARALLEL)
+    check_context(config, "--benchmark", 2047, 1)
+    with pytest.raises(ValueError, match="--benchmark: 2,047 tokens and 2 decoded tokens are more than the model's context"):
+        check_context(config, "--benchmark", 2047, 2)
+
+
+def test_random_models_are_prepared_and_timers_leave_nothing_behind() -> None:
+    config = replace(ModelConfig.from_json(PARALLEL), engram_layer_ids=(), engram_num_embeddings=())
+    model = random_model(config, Numerics(), torch.device("cpu"))
+    assert all(module.ready for module in model.modules() if isinstance(module, Linear))
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert all(module.rows is not None for module in experts)
+    timer = PartTimer(model)
+    assert all("dense" in vars(module) for module in experts)
+    model.prefill(torch.arange(9).unsqueeze(0), model.new_cache(1, 16))
+    spent = timer.seconds(1.0, 1)
+    assert min(spent.values()) > 0 and abs(sum(spent.values()) - 1) < 1e-9
+    assert not any("dense" in vars(module) for module in experts)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_during_the_imports_leaves_no_traceback(ignored: bool) -> None:
+    before = "import signal, runpy, sys; sys.argv = ['generate.py', '--version-of-nothing']; "
+    before += "signal.signal(signal.SIGINT, signal.SIG_IGN); " if ignored else ""
+    stop = "sys.meta_path.insert(0, type('Stop', (), {'find_spec': staticmethod(lambda name, *_: " \
+           "signal.raise_signal(signal.SIGINT) if name == 'torch' else None)})); "
+    path = Path(cli_module.__file__)
+    done = subprocess.run([sys.executable, "-c", before + stop + f"runpy.run_path({str(path)!r}, run_name='__main__')"],
+                          capture_output=True, text=True, cwd=path.parent, env={**os.environ, "PYTHONPATH": str(path.parent)})
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (1 if ignored else -signal.SIGINT)      # who ignores it goes on, to a wrong argument
 
 
 def test_benchmark_prints_a_table(cli: Cli, tiny: Transformer) -> None:
