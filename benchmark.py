@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convert import RandomWeights
 from model import Cache, Experts, ModelConfig, Transformer
-from quant import Linear, Numerics, bind, compile_unpacking
+from quant import Linear, Numerics, bind
 
 # ------------------------------------------------------------------------------------------------------- a checkpoint
 
@@ -299,18 +299,14 @@ def measure(model: Transformer, run: Callable[[], Any], forwards: int) -> tuple[
 
 
 def random_benchmark(config_path: str | Path, prompts: list[int], contexts: list[int], rows: int, exact: bool, device: torch.device,
-                     seed: int, write: Callable[[str], Any], compile: bool = False) -> None:
+                     seed: int, write: Callable[[str], Any]) -> None:
     """Print a table for every context (one decode step of `rows` rows) and prompt (a prefill of one row)."""
     config, num = ModelConfig.from_json(config_path), Numerics(torch.float64 if exact else torch.float32)
     if config.engram_layer_ids:
         raise ValueError(f"{config_path} has Engram layers, whose tables --random does not make: set engram_layer_ids to []")
-    unpack = compile_unpacking(device, num.operand(device)) if compile else None
     model = random_model(config, num, device, seed)
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.unpack = unpack
     modes = ", ".join(f"{p.mode}{f' m={p.ratio}' if p.mode == 'full' else ''}" for p in model.plans[: config.num_hidden_layers])
-    write(f"random layers: {modes}\n{device}, {'exact' if num.exact else 'fast'}{', compiled' * compile}, torch {torch.__version__}\n")
+    write(f"random layers: {modes}\n{device}, {'exact' if num.exact else 'fast'}, torch {torch.__version__}\n")
 
     def table(what: str, tokens: int, work: dict[str, Work], total: float, spent: dict[str, float]) -> None:
         peak = f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else ""

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from dspark import DSpark
 from engram import EngramIndex, EngramTable, TableRows, build_token_map
 from model import Experts, ModelConfig, Transformer, plan_layers
-from quant import bind, compile_unpacking, E2M1, FakeQuant, Linear, Numerics, Ranks
+from quant import bind, E2M1, FakeQuant, Linear, Numerics, Ranks
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
           "I8": torch.int8}  # I8 holds two E2M1 codes
@@ -760,13 +760,12 @@ def release(maps: list[mmap.mmap]) -> None:
 
 def load_model(directory: str | Path, exact: bool = False, device: torch.device | str | None = None,
                fake_quant: FakeQuant = FakeQuant(), group: Any = None, draft: bool = False,
-               offload: bool = False, compile: bool = False) -> Transformer:
+               offload: bool = False) -> Transformer:
     """Build the model of a checkpoint folder, published layout or shards, and fill it; each rank reads its slices only.
 
     `exact`: float64 between rounding points. `device`: CUDA where there is one. `group`: a torch.distributed group for
     tensor parallelism. `draft`: with the draft head. `offload`: routed experts stay on disk and are read when used; on a
     CPU so does all else, as read-only maps that are dropped from memory after each layer. The files must stay in place.
-    `compile`: on CUDA, experts are unpacked by a kernel that torch.compile makes; the same bits, three times faster.
     Strict: every parameter is filled and every tensor used, but for the draft head's without `draft`. ValueError: one
     sentence that names the file, tensor or size at fault, the same on every rank and before any tensor is read.
     """
@@ -792,7 +791,6 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
         tokens = build_token_map(checkpoint.directory / "tokenizer.json", config.engram_compressed_vocab_size)
         engram_index = EngramIndex.of(config, tokens)
     num = Numerics(torch.float64 if exact else torch.float32, fake_quant)
-    unpack = compile_unpacking(device, num.operand(device)) if compile else None
     with torch.device("meta"):
         model = Transformer(config, num, ranks, DSpark(config, num, ranks) if draft else None)
 
@@ -876,8 +874,6 @@ def load_model(directory: str | Path, exact: bool = False, device: torch.device 
             module.attach(TableRows.mapped(weight.path, f"{full}.weight", scale.path, f"{full}.scale", first))
         elif isinstance(module, Linear) and module not in maps:
             module.prepare()
-        elif isinstance(module, Experts):
-            module.unpack = unpack
     bind(model)
     model.engram_index, model.checkpoint = engram_index, checkpoint.directory
     return model

@@ -794,7 +794,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--device", help="cpu, cuda, cuda:N (default: cuda where there is one)")
     add("--exact", action="store_true", help="exact arithmetic: the same bits on any device, in any batch")
     add("--offload", action="store_true", help="leave the experts on disk, read those that are used")
-    add("--compile", action="store_true", help="CUDA: have torch.compile make the kernel that unpacks experts (same bits)")
     add("--max-length", metavar="N", type=int, help="context (default: what the model was made for)")
     add("--prefill", choices=("full", "bounded", "exact-replay"), default="full", help="tokens of a prompt that the "
         "decoder layers run over: all, the last window, or as many as give the result of full (default: full)")
@@ -875,13 +874,13 @@ def run(args: argparse.Namespace, team: Team) -> int:
         check_benchmark(args)
     if args.random:
         random_benchmark(args.random, args.benchmark, args.context or [], args.batch_size or 1, args.exact, team.device,
-                         args.seed, screen.write, args.compile)
+                         args.seed, screen.write)
         return 0
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.note(f"warning: {message}")
         with contextlib.redirect_stderr(sys.stderr if team.rank == 0 else io.StringIO()):  # bars and remarks: one of each
             model = team.each(lambda: load_model(args.ckpt_path, args.exact, team.device, group=team.group,
-                                                 draft=args.speculative, offload=args.offload, compile=args.compile))
+                                                 draft=args.speculative, offload=args.offload))
         if args.benchmark:
             s = Setting(args, model, None, team, screen)
             run_benchmark(s, s.decoder(Sampler()))

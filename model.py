@@ -784,7 +784,6 @@ class Experts(nn.Module):
         self.w1, self.w2, self.w3 = (ExpertWeight(self.local, *shape) for shape in ((I, D), (D, I), (I, D)))
         self.rows: tuple[Tensor, Tensor] | None = None
         self.pairs: Tensor | None = None
-        self.unpack: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None      # quant.compile_unpacking's (--compile)
 
     def allocate(self, device: torch.device) -> None:
         """Storage in which the packed matrices of an expert lie side by side, so that one look-up finds an expert and one
@@ -812,7 +811,6 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         prepared, self.rows = self.rows is not None, None            # parameters move one by one, the views end there
-        self.unpack = None                                           # made for the device that was
         super()._apply(fn, recurse)
         if prepared:
             self.prepare()
@@ -828,12 +826,9 @@ class Experts(nn.Module):
             codes, scales = self.rows[0].index_select(0, experts), self.rows[1].index_select(0, experts)
         else:
             codes, scales = (torch.cat(parts, 1) for parts in zip(*(w.packed(experts) for w in (self.w1, self.w3, self.w2))))
-        if self.unpack is not None:
-            values = self.unpack(codes.flatten(), scales.flatten(), dtype).view(len(codes), -1)
-        else:
-            if self.pairs is None or self.pairs.device != experts.device:
-                self.pairs = e2m1_pairs(E2M1_E8M0, dtype, experts.device)
-            values = dequantise(codes, scales, E2M1_E8M0, dtype, self.pairs)
+        if self.pairs is None or self.pairs.device != experts.device:
+            self.pairs = e2m1_pairs(E2M1_E8M0, dtype, experts.device)
+        values = dequantise(codes, scales, E2M1_E8M0, dtype, self.pairs)
         return values[:, : 2 * I * D].view(-1, 2 * I, D), values[:, 2 * I * D:].view(-1, D, I)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

@@ -232,32 +232,6 @@ def dequantise(codes: Tensor, scales: Tensor, fmt: BlockFormat, dtype: torch.dty
     return values
 
 
-def unpack_mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [n] that `dequantise` gives E2M1_E8M0 codes uint8 [n/2] and scales uint8 [n/32], the same bits, by arithmetic:
-    slower than a table operation by operation, but torch.compile makes one kernel of it."""
-    byte = codes.int().view(-1, 16, 1)
-    nibbles = torch.cat([byte << 28, byte << 24], -1).flatten(1)       # [n/32, 32]: sign in bit 31, magnitude in bits 30..28
-    # The sign stays where it is, the magnitude moves to the lowest bits of the exponent and the highest of the mantissa, and
-    # 2**126 mends the bias, also for 0.5, which is subnormal until then.
-    values = ((nibbles >> 6) & -0x7E400000).view(torch.float32) * 2.0**126                           # & 0x81C00000
-    scale = (scales.int() << 23).clamp_min(0x00400000).view(torch.float32)                           # code 0: 2**-127
-    scale = scale.masked_fill(scales == 255, torch.nan)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (values.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype).flatten()
-
-
-def compile_unpacking(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    """`unpack_mxfp4` as one CUDA kernel, made now, which takes seconds. ValueError where torch.compile cannot make it."""
-    if device.type != "cuda":
-        raise ValueError(f"compiling makes a kernel for CUDA, but the model is on {device}")
-    unpack = torch.compile(unpack_mxfp4, dynamic=True)
-    try:
-        unpack(*(torch.zeros(n, dtype=torch.uint8, device=device) for n in (1024, 64)), dtype)
-    except Exception as error:                    # whatever it is: Triton is missing, or the compiler that it needs
-        raise ValueError(f"torch.compile cannot make a kernel for {device}: {str(error).strip().splitlines()[0]}") from None
-    return unpack
-
-
 def fake_quantise(x: Tensor, fmt: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """dequantise(quantise(x)) of bfloat16 values [..., n], without the detour through packed bytes; the values are exact in
     bfloat16 whatever `dtype` holds them."""

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from vision import load_image
 
 
-PARALLEL, RELEASED = (str(Path(__file__).parent / "configs" / f"{name}.json") for name in ("parallel", "released-layers"))
+PARALLEL = str(Path(__file__).parent / "configs" / "parallel.json")
 
 
 # ------------------------------------------------------------------------------------------- running the command line
@@ -336,7 +336,6 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer: Tokenizer, monk
     (["--max-new-tokens", "0"], "--max-new-tokens 0"), (["--seed", "-2"], "--seed -2"), (["--seed", "x"], "--seed"),
     (["--prompt", "a", "--input-file", "b"], "not allowed with"), (["--prefill", "half"], "--prefill"),
     (["--reasoning-effort", "101"], "1..100"), (["--reasoning-effort", "huge"], "1..100"), (["--bogus"], "--bogus"),
-    (["--compile", "--random", RELEASED, "--benchmark", "8"], "compiling makes a kernel for CUDA, but the model is on cpu"),
     (["--benchmark", "a,b"], "--benchmark a,b"), (["--benchmark", "0"], "--benchmark 0"),
     (["--draft-confidence", "0.5", "--prompt", "x"], "--speculative"),
     (["--image", "x", "--benchmark", "4"], "--image"),

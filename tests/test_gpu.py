@@ -132,20 +132,6 @@ def test_fast_mode_repeats_itself(name: str, checkpoints: dict[str, Path], on_cp
 
 # ------------------------------------------------------------------------------------------------------ two GPUs: I3
 
-def test_compiled_unpacking_changes_no_bit(checkpoints: dict[str, Path], on_cpu: Any) -> None:
-    expected = {name: value for name, value in on_cpu("parallel").items() if name.startswith(("text.", "image."))}
-    for offload in (False, True):
-        model = load_model(checkpoints["parallel"], True, "cuda", draft=True, offload=offload, compile=True)
-        negative_zeros(model)
-        equal(f"compiled, {'experts on disk' if offload else 'experts on CUDA'}", all_runs(model, runs=("text", "image")),
-              expected, True)
-    fast, compiled = (load_model(checkpoints["released"], False, "cuda", compile=on) for on in (False, True))
-    prompt = torch.arange(300).unsqueeze(0)
-    logits = [model.prefill(prompt, model.new_cache(1, 400)).logits for model in (fast, compiled)]
-    assert torch.equal(*logits) and logits[0].isfinite().all()
-    assert all(layer.ffn.experts.unpack is not None for layer in compiled.layers)
-
-
 @two_gpus
 def test_i3_two_gpus_give_the_bits_of_one(checkpoints: dict[str, Path], on_cpu: Any, tmp_path: Path) -> None:
     write_shards(checkpoints["parallel"], tmp_path / "shards", 2)

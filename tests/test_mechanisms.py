@@ -40,7 +40,7 @@ from model import (
     swiglu,
     write_streams,
 )
-from quant import E4M3_E8M0, Numerics, Ranks, dequantise_weight, fake_quantise, to_bf16, unpack_mxfp4
+from quant import E4M3_E8M0, Numerics, Ranks, dequantise_weight, fake_quantise, to_bf16
 from small_models import Small, randomise, small_config
 
 EXACT, FAST = Numerics(torch.float64), Numerics(torch.float32)
@@ -625,19 +625,6 @@ def test_experts_side_by_side_are_the_parameters_wherever_they_go() -> None:
         w13, _ = same.dense(chosen)
         half = w13.shape[1] // 2
         assert torch.equal(w13[:, :half], apart[0][:, :half]) and w13[:, half:].eq(0).all()
-
-
-def test_experts_unpacked_by_arithmetic_are_the_same_and_a_move_ends_it() -> None:
-    experts = Experts(small_config(), 5, FAST, Ranks())
-    randomise(experts, 2)
-    chosen = torch.tensor([3, 0, 3])
-    expected, seen = experts.dense(chosen), []
-    experts.unpack = lambda codes, scales, dtype: seen.append(codes.shape) or unpack_mxfp4(codes, scales, dtype)
-    for _ in range(2):                                       # apart, then side by side
-        assert all(same_bits(a, b) for a, b in zip(experts.dense(chosen), expected))
-        experts.prepare()
-    assert len(seen) == 2
-    assert experts._apply(lambda t: t.clone()).unpack is None
 
 
 def test_case_21_the_shared_expert_is_clamped_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Callable
 
 import numpy as np
 import pytest
@@ -11,21 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import twin
-from convert import load_model
-from golden_data import CHECKPOINT, difference, same_bits
+from golden_data import difference, same_bits
 from quant import (
-    BlockFormat,
     E2M1,
     E2M1_E4M3,
     E2M1_E8M0,
     E4M3_E8M0,
+    BlockFormat,
     FakeQuant,
     Linear,
     Numerics,
-    RMSNorm,
     Ranks,
+    RMSNorm,
     RowCodec,
-    compile_unpacking,
     decode_e4m3,
     decode_e8m0,
     dequantise,
@@ -35,7 +33,6 @@ from quant import (
     product,
     quantise,
     to_bf16,
-    unpack_mxfp4,
 )
 
 EXACT, FAST = Numerics(torch.float64), Numerics(torch.float32)
@@ -82,32 +79,6 @@ def test_every_pair_of_e2m1_codes_at_every_scale_is_their_product(fmt: BlockForm
     assert values.dtype == dtype and values.shape == (len(scales), 512)
     elements = from_numpy(twin.E2M1)[torch.stack([bytes_ & 15, bytes_ >> 4], 1).flatten().long()]  # the low nibble first
     assert same_bits(values.double(), of_scales.unsqueeze(1) * elements)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_unpacking_by_arithmetic_gives_the_bits_of_the_table(dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous()
-    scales = torch.arange(256, dtype=torch.uint8).unsqueeze(1).expand(256, 16).contiguous()      # infinities and NaN too
-    values = unpack_mxfp4(codes.flatten(), scales.flatten(), dtype)
-    expected = dequantise(codes, scales, E2M1_E8M0, dtype).flatten()
-    assert values.isnan().sum() == 512 and torch.equal(values.isnan(), expected.isnan())
-    assert same_bits(values.nan_to_num(0, torch.inf, -torch.inf), expected.nan_to_num(0, torch.inf, -torch.inf))
-
-
-def test_kernels_are_compiled_for_cuda_only() -> None:
-    for make in (lambda: compile_unpacking(torch.device("cpu"), torch.float32),
-                 lambda: load_model(CHECKPOINT, device="cpu", compile=True)):
-        with pytest.raises(ValueError, match="^compiling makes a kernel for CUDA, but the model is on cpu$"):
-            make()
-
-
-def test_a_kernel_that_cannot_be_made_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no compiler\nand much more")
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: cannot)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    with pytest.raises(ValueError, match=r"^torch\.compile cannot make a kernel for cuda: no compiler$"):
-        compile_unpacking(torch.device("cuda"), torch.bfloat16)
 
 
 def test_e2m1_midpoints_and_their_neighbours() -> None:
