@@ -52,20 +52,20 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
      "        for stage in self if main_hidden.shape[1] == 1 or not max(chunk.starts) else ():\n            kv =",
      "test_rollback[draft windows]"),
     # rollback forgets: window rings, those of the draft stages, open groups, compressed rows, index keys, Engram's ids
-    ("model.py", "depth = max(1, c.sliding_window - (plan.part != \"draft\") + self.rollback)",
+    ("kv_cache.py", "depth = max(1, c.sliding_window - (plan.part != \"draft\") + self.rollback)",
      "depth = c.sliding_window + self.rollback if plan.part == \"draft\" else c.sliding_window - 1",
      "test_rollback[windows]"),
-    ("model.py", "depth = max(1, c.sliding_window - (plan.part != \"draft\") + self.rollback)",
+    ("kv_cache.py", "depth = max(1, c.sliding_window - (plan.part != \"draft\") + self.rollback)",
      "depth = max(1, c.sliding_window - 1 + self.rollback)", "test_rollback[draft windows]"),
-    ("model.py", "plan.ratio - 1 + self.rollback, c.head_dim", "plan.ratio - 1, c.head_dim",
+    ("kv_cache.py", "plan.ratio - 1 + self.rollback, c.head_dim", "plan.ratio - 1, c.head_dim",
      "test_rollback[open groups]"),
-    ("model.py", "                self.main[source][row, j0:j1] = main[row, : j1 - j0]",
+    ("kv_cache.py", "                self.main[source][row, j0:j1] = main[row, : j1 - j0]",
      "                k = max(j0, self._highest[row] // ratio)\n"
      "                self.main[source][row, k:j1] = main[row, k - j0 : j1 - j0]", "test_rollback[main KV]"),
-    ("model.py", "                self.keys[source][row, j0:j1] = keys[row, : j1 - j0]",
+    ("kv_cache.py", "                self.keys[source][row, j0:j1] = keys[row, : j1 - j0]",
      "                k = max(j0, self._highest[row] // ratio)\n"
      "                self.keys[source][row, k:j1] = keys[row, k - j0 : j1 - j0]", "test_rollback[index keys]"),
-    ("model.py", "depth = max(1, c.engram_max_ngram_size - 1 + self.rollback)",
+    ("kv_cache.py", "depth = max(1, c.engram_max_ngram_size - 1 + self.rollback)",
      "depth = max(1, c.engram_max_ngram_size - 1)", "test_rollback[Engram history]"),
     # p and q swapped; the target instead of the residual; the wrong draft's distribution
     ("dspark.py", "if uniform() * q[i, token] >= p[i, token]:", "if uniform() * p[i, token] >= q[i, token]:",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kv_cache
 import model as model_module
 import twin
 from convert import load_model
@@ -160,9 +161,10 @@ def test_i6_a_reset_cache_is_as_a_fresh_one(small: Small) -> None:
 
 def test_blocks_of_queries_keys_and_experts_change_nothing(quick: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working set so small that attention takes a query at a time, keys come in sevens and experts one by one."""
-    for name, value in (("WORKING_SET", (1, 1)), ("KEY_BLOCK", (7, 7)), ("QUERY_BLOCK", (5, 5))):
-        assert isinstance(getattr(model_module, name), tuple)
-        monkeypatch.setattr(model_module, name, value)
+    for module, name, value in ((kv_cache, "WORKING_SET", (1, 1)), (model_module, "KEY_BLOCK", (7, 7)),
+                                (kv_cache, "QUERY_BLOCK", (5, 5))):
+        assert isinstance(getattr(module, name), tuple)
+        monkeypatch.setattr(module, name, value)
     logits, cache = feed(quick.model, quick.tokens, [61, 1, 40])
     check(quick, logits)
     monkeypatch.undo()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import kv_cache
 import model as product
 import session
 import twin
@@ -282,7 +283,7 @@ def test_prefill_memory_stays_below_the_stated_bound(far: Transformer, monkeypat
                                                      chunk: int, working_set: int) -> None:
     """Besides weights and cache; the bound is no more than some times too large, and it does not follow the context
     until one query needs more than the working set."""
-    monkeypatch.setattr(product, "WORKING_SET", (working_set, working_set))
+    monkeypatch.setattr(kv_cache, "WORKING_SET", (working_set, working_set))
     cache = random_history(far, context, room=2 * chunk)[0] if context else far.new_cache()
     bound = session.prefill_memory(far.config, chunk, context, torch.float64, working_set)
     with Live() as live:
