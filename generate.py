@@ -14,6 +14,11 @@ Answers go to stdout, remarks to stderr, control codes to terminals only.
 """
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, which take seconds: without a traceback
+
 import argparse
 import base64
 import codecs
@@ -23,7 +28,6 @@ import datetime
 import io
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -31,9 +35,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, which take seconds: without a traceback
 
 import torch
 from tokenizers import Tokenizer

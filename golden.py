@@ -769,9 +769,6 @@ def _record(args: argparse.Namespace) -> int:
     config = open_checkpoint(args.ckpt_path).config
     prompt = read_prompt(args, config)
     total, limit = len(prompt.tokens) + args.decode, config.max_position_embeddings
-    if total > limit:      # an oracle also says what is computed there; rotary positions go on
-        print(f"note: {total:,} tokens are more than the model's context of {limit:,} (max_position_embeddings)",
-              file=sys.stderr)
     off = set(filter(None, (args.fake_quant_off or "").split(",")))
     known = {f.name for f in fields(FakeQuant)}
     if off - known:
@@ -783,7 +780,6 @@ def _record(args: argparse.Namespace) -> int:
             layers = [i for piece in pieces for i in range(piece[0], piece[-1] + 1)]
         if args.positions:
             low, high = args.positions.split(":")
-            total = len(prompt.tokens) + args.decode
             span = slice(int(low) if low else None, int(high) if high else None).indices(total)[:2]
     except ValueError:
         raise ValueError("--layers wants numbers such as 2,5-7, --positions a range such as 90:95 or -128:") from None
@@ -794,6 +790,9 @@ def _record(args: argparse.Namespace) -> int:
             torch.cuda.set_device(device)
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         group = torch.distributed.group.WORLD
+    if total > limit and os.environ.get("RANK", "0") == "0":   # an oracle also says what is computed there
+        print(f"note: {total:,} tokens are more than the model's context of {limit:,} (max_position_embeddings)",
+              file=sys.stderr)
     draft = args.decode > 0 and config.num_nextn_predict_layers > 0 and not args.no_draft
     model = load_model(args.ckpt_path, exact=not args.fast, device=device, group=group, draft=draft,
                        offload=args.offload, fake_quant=FakeQuant(**{name: name not in off for name in known}))

@@ -111,7 +111,7 @@ def _lowest_first(scores: Tensor, cut: Tensor, k: int) -> Tensor:
     return torch.searchsorted(keep.cumsum(-1), ranks).clamp_max(scores.shape[-1] - 1)
 
 
-def widen(chosen: Tensor, k: int) -> Tensor:
+def fill_up(chosen: Tensor, k: int) -> Tensor:
     """A selection [..., up to k] with empty places at its end: [..., k]."""
     return chosen if chosen.shape[-1] == k else F.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
 
@@ -273,7 +273,8 @@ class Indexer(nn.Module):
         rows, pools = [], []
         for q0, q1 in chunk.blocks(per_query * arith.itemsize):
             visible = ((chunk.positions[:, q0:q1] + 1) // plan.ratio).clamp_max(n).unsqueeze(-1)  # [B, Q, 1]; padding sees n
-            seen = min(n, max(start + q1 for start in chunk.starts) // plan.ratio)                   # by the last of them
+            # rows that the last of these queries sees; on CUDA all, since buffers of one size are used again, growing ones not
+            seen = n if x.is_cuda else min(n, max(start + q1 for start in chunk.starts) // plan.ratio)
             block = pool[:, q0:q1] if confined else None                                             # [B, Q, blocks]
             if gathered:
                 inside = torch.arange(c.candidate_block_size, device=x.device)
@@ -290,14 +291,14 @@ class Indexer(nn.Module):
                 outside.scatter_(-1, torch.where(block < 0, n_blocks, block), False)
                 outside = outside[..., :n_blocks].repeat_interleave(c.candidate_block_size, -1)[..., :seen]
                 scores = scores.masked_fill(outside, -torch.inf)
-            rows.append(widen(select_top(scores, c.index_topk), min(c.index_topk, n)))
+            rows.append(fill_up(select_top(scores, c.index_topk), min(c.index_topk, n)))
             if plan.makes_pool:
                 blocks = F.pad(scores, (0, -seen % c.candidate_block_size), value=-torch.inf)
                 blocks = blocks.unflatten(-1, (-1, c.candidate_block_size)).amax(-1)                 # [B, Q, blocks seen]
                 newest = (visible - 1).div(c.candidate_block_size, rounding_mode="floor")   # -1 when nothing is visible
                 pinned = torch.arange(blocks.shape[-1], device=x.device) == newest
                 best = select_top(blocks.masked_fill(pinned, torch.inf), c.candidate_topk_blocks)
-                pools.append(widen(best, min(c.candidate_topk_blocks, n_blocks)))
+                pools.append(fill_up(best, min(c.candidate_topk_blocks, n_blocks)))
         return Selection(torch.cat(rows, 1), torch.cat(pools, 1) if pools else pool)
 
     def score_all(self, q: Tensor, w: Tensor, cache: Cache, n: int) -> Tensor:

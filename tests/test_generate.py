@@ -418,22 +418,53 @@ def test_random_models_are_prepared_and_timers_leave_nothing_behind() -> None:
     assert all("dense" in vars(module) for module in experts)
     model.prefill(torch.arange(9).unsqueeze(0), model.new_cache(1, 16))
     spent = timer.seconds(1.0, 1)
-    assert min(spent.values()) > 0 and abs(sum(spent.values()) - 1) < 1e-9
+    assert min(spent.values()) > 0 and spent["dequantisation"] < 0.9 * sum(list(spent.values())[:-1])
     assert not any("dense" in vars(module) for module in experts)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_during_the_imports_leaves_no_traceback(ignored: bool) -> None:
-    before = "import signal, runpy, sys; sys.argv = ['generate.py', '--version-of-nothing']; "
-    before += "signal.signal(signal.SIGINT, signal.SIG_IGN); " if ignored else ""
-    stop = "sys.meta_path.insert(0, type('Stop', (), {'find_spec': staticmethod(lambda name, *_: " \
-           "signal.raise_signal(signal.SIGINT) if name == 'torch' else None)})); "
+@pytest.mark.parametrize("handler, pressed, code", [
+    ("default_int_handler", True, -signal.SIGINT), ("SIG_IGN", True, 1), ("default_int_handler", False, 1)])
+def test_ctrl_c_during_the_imports_leaves_no_traceback(handler: str, pressed: bool, code: int) -> None:
+    """Who ignores it goes on, to a wrong argument; after the imports it is as it was."""
     path = Path(cli_module.__file__)
-    done = subprocess.run([sys.executable, "-c", before + stop + f"runpy.run_path({str(path)!r}, run_name='__main__')"],
-                          capture_output=True, text=True, cwd=path.parent, env={**os.environ, "PYTHONPATH": str(path.parent)})
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (1 if ignored else -signal.SIGINT)      # who ignores it goes on, to a wrong argument
+    program = f"""
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.{handler})
+class Press:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch" and {pressed}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press)
+sys.argv = ["generate.py", "--nonsense"]
+try:
+    runpy.run_path({str(path)!r}, run_name="__main__")
+except SystemExit as end:
+    assert signal.getsignal(signal.SIGINT) is signal.{handler}
+    sys.exit(end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=path.parent,
+                          env={**os.environ, "PYTHONPATH": str(path.parent)})
+    assert done.returncode == code and "Traceback" not in done.stderr
+
+
+def test_the_first_prefill_of_a_benchmark_does_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that prefills move: the median of those after the first."""
+    now, original = [0.0], Transformer.prefill
+    seconds = iter([9.0] * 7 + [50.0, 1.0, 8.0, 2.0, 9.0, 4.0, 9.0])       # a short prompt to warm up, then this one
+
+    def prefill(*args: Any, **more: Any) -> Any:
+        now[0] += next(seconds)
+        return original(*args, **more)
+
+    def perf_counter() -> float:
+        now[0] += 1e-4
+        return now[0]
+    monkeypatch.setattr(Transformer, "prefill", prefill)
+    monkeypatch.setattr(time, "perf_counter", perf_counter)
+    line = cli("--exact", "--benchmark", "40", "--benchmark-decode", 1).out.splitlines()[-1].split()
+    assert float(line[1]) == pytest.approx(40 / 4.0, rel=0.01) and next(seconds, None) is None
 
 
 def test_benchmark_prints_a_table(cli: Cli, tiny: Transformer) -> None:
