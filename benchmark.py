@@ -43,8 +43,9 @@ class CountOperations(TorchDispatchMode):
 
 def run_benchmark(s: Any, decoder: Any) -> None:
     """A line of the table for each prompt length: random prompts, greedy decoding, nothing else running in between. `s` is
-    generate.py's Setting, `decoder` its greedy decoder. A prefill of up to 8,192 tokens is run once to warm up, when memory
-    is asked of the system, and five times more, of which the median counts. GFLOP counts its matrix products."""
+    generate.py's Setting, `decoder` its greedy decoder. A prefill of up to 8,192 tokens over all rows is run once to warm up,
+    when memory is asked of the system, and five times more, of which the median counts; a longer one is run once. GFLOP
+    counts its matrix products."""
     args, model, rows = s.args, s.model, s.args.batch_size
 
     def now() -> float:

@@ -45,7 +45,8 @@ from convert import INDEX, Parser, check_context, load_model, open_checkpoint
 from dspark import PlainDecoder, Sampler, SpeculativeDecoder
 from encoding import (ASSISTANT, BOS, EOS, THINK_END, THINK_START, USER, encode_messages, image_source, parse_completion,
                       prompt_ids, render_segments, split_reply)
-from model import Cache, ImageTokens, ModelConfig, Snapshot, Transformer
+from kv_cache import Snapshot
+from model import Cache, ImageTokens, ModelConfig, Transformer
 from session import SavedImage
 from session import load as load_session
 from session import save as save_session

@@ -3,11 +3,10 @@
     Chunk    the new tokens of one forward, and where the history before them lies
     Cache    packed global KV, and rings of local state: windows, open groups, n-grams   890 bytes of global KV per token
 
-What a query may read follows from positions alone, so one forward serves prompts, chunks, single tokens, drafts and replay.
-A forward reads the cache, notes in its chunk what is to be kept, and the cache takes it over at the end.
+A forward reads the cache, notes in its chunk what is to be kept, and the cache takes it over at the end: whatever interrupts
+a forward, the cache is as it was.
 
-Letters in shapes: B rows of a batch, S new tokens, Q a block of queries, K window positions, d head_dim, m compression
-ratio, L depth of a ring, W sliding window, R longest rollback, G groups completed.
+Letters in shapes as in model.py, and L depth of a ring, R longest rollback, G groups completed.
 """
 from __future__ import annotations
 

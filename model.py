@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import kv_cache
 from config import LayerPlan, ModelConfig, RopeScaling, plan_layers
 from engram import Engram, EngramIndex
-from kv_cache import Cache, Chunk, Snapshot  # noqa: F401, imported from here by others
+from kv_cache import Cache, Chunk
 from quant import (E2M1_E8M0, E4M3_E8M0, Linear, Numerics, Ranks, RMSNorm, batched_product, bind, cast, constant,
                    dequantise, e2m1_pairs, fake_quantise, inverse_rms, product, to_bf16)
 from vision import IMAGE, IMAGE_END, IMAGE_NEWLINE, IMAGE_START, TEXT, Aligner, VisionTower
@@ -470,8 +470,8 @@ class Experts(nn.Module):
         self.local = ranks.slice(experts, "the number of experts")
         D, I = self.shape = config.hidden_size, config.moe_intermediate_size
         self.w1, self.w2, self.w3 = (ExpertWeight(self.local, *shape) for shape in ((I, D), (D, I), (I, D)))
-        self.rows: tuple[Tensor, Tensor] | None = None
-        self.pairs: Tensor | None = None
+        self.rows: tuple[Tensor, Tensor] | None = None       # see `allocate`
+        self.pairs: Tensor | None = None                     # e2m1_pairs on the device of use: a constant, made when first needed
 
     def allocate(self, device: torch.device) -> None:
         """Storage in which the packed matrices of an expert lie side by side, so that one look-up finds an expert and one

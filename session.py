@@ -32,8 +32,8 @@ from torch import Tensor
 
 from convert import (Parser, check_context, check_space, load_model, open_checkpoint, read_header, weights_digest,
                      write_atomically)
-from kv_cache import WORKING_SET
-from model import KEY_BLOCK, Cache, ImageTokens, ModelConfig, Snapshot, Transformer, plan_layers
+from kv_cache import WORKING_SET, Snapshot
+from model import KEY_BLOCK, Cache, ImageTokens, ModelConfig, Transformer, plan_layers
 from vision import IMAGE, TEXT, ImageInput, image_span
 
 FORMAT = "session 1"
